@@ -1,0 +1,116 @@
+"""What capture hands to the runtime: operators that can be run one by one.
+
+Legend: a *leaf* is one entry of a task's flattened batch (``torch.utils._pytree``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from lightning_spindle.graph import OperatorGraph
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRef:
+    """An input that a piece reads from the task's batch, by leaf index."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """An input that another operator gives, by value name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchIndex:
+    """The step's ``batch_idx``."""
+
+
+Source = LeafRef | ValueRef | BatchIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One operator, ready to be built on a rank that runs it.
+
+    ``build`` compiles it (after parameters were localised; it holds the user's own modules,
+    not copies) and returns a callable: given the tensors of ``sources`` in order it returns
+    a tuple with the values of ``outputs`` in order. All tensors cover the same rows.
+    """
+
+    operator: str
+    sources: tuple[Source, ...]
+    outputs: tuple[str, ...]
+    build: Callable[[], Callable[..., tuple[Any, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafLayout:
+    """Where a leaf holds its rows: dimension ``dim``, ``per_row`` entries of it a row.
+
+    ``dim`` is None for a leaf without rows (copied whole to every shard).
+    """
+
+    dim: int | None
+    per_row: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """How a task's batch is taken apart: its tree, and the layout of each leaf."""
+
+    spec: TreeSpec
+    leaves: tuple[LeafLayout, ...]
+
+    def rows(self, leaves: list[Any]) -> int:
+        """Rows of a batch, from its first leaf that has rows.
+
+        Raises:
+            ValueError: leaves disagree, or none has rows.
+        """
+        counts = {
+            leaf.shape[layout.dim] // layout.per_row if isinstance(leaf, torch.Tensor) else len(leaf)
+            for leaf, layout in zip(leaves, self.leaves, strict=True)
+            if layout.dim is not None
+        }
+        if len(counts) != 1:
+            raise ValueError(f"the batch's leaves have {sorted(counts) or 'no'} rows; expected one number")
+        return counts.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """A ``self.log`` of a step. ``key`` is the user's, without the task's prefix.
+
+    ``metric`` is the canonical name of a torchmetrics Metric that was logged as an object;
+    None where a value was logged, which then is the graph's result "log:<key>".
+    """
+
+    task: str
+    key: str
+    kwargs: tuple[tuple[str, Any], ...]
+    metric: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A step of all tasks, taken apart.
+
+    ``coarse`` maps operators that hold a task's whole step, because it could not be traced,
+    to the reason. Such a piece takes the leaves in order and returns (loss, logs) with
+    ``logs`` a list of (key, value, kwargs).
+    """
+
+    graph: OperatorGraph
+    pieces: Mapping[str, Piece]
+    layouts: Mapping[str, BatchLayout]
+    logs: tuple[LogCall, ...] = ()
+    coarse: Mapping[str, str] = field(default_factory=dict)
