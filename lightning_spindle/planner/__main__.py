@@ -26,6 +26,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 where the cell cannot be read or planned."""
     options = _parser().parse_args(arguments)
@@ -34,20 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compare:
             from lightning_spindle.planner.report import compare
 
-            print(compare(problem, time_limit_s=options.time_limit, seed=options.seed))
+            _write(compare(problem, time_limit_s=options.time_limit, seed=options.seed))
             return 0
         result = plan(problem, options.planner, time_limit_s=options.time_limit, seed=options.seed)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     if options.out:
         Path(options.out).write_text(result.to_json() + "\n")
     else:
-        print(result)
+        _write(str(result))
     if options.gantt:
         from lightning_spindle.planner.report import gantt
 
-        print(gantt(result))
+        _write(gantt(result))
     return 0
 
 
