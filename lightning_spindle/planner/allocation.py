@@ -108,7 +108,9 @@ def envelope(op: PlannedOp, devices: int) -> Envelope:
             allocations.append(n)
             times.append(time.total_ms)
     if not allocations:
-        raise ValueError(f"MetaOp {op.name}: no valid allocation within {limit} devices (has {op.allocations})")
+        raise ValueError(
+            f"MetaOp {op.name}: no valid allocation within {limit} devices (has {op.allocations})"
+        )
     return Envelope(tuple(allocations), tuple(times))
 
 
