@@ -118,12 +118,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients are summed together over the devices that hold them."""
+    """Parameters whose gradients are summed together over the devices that hold them.
+
+    ``runs`` are those that use them: once a device's share of these ran backward, its
+    gradients are complete.
+    """
 
     index: int
     devices: tuple[int, ...]
     parameters: tuple[str, ...]
     bytes: int
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,14 @@ class Program:
     def rank(self, rank: int) -> tuple[Instruction, ...]:
         """The projection of the global order on one rank."""
         return tuple(i for i in self.order if rank in self.participants(i))
+
+    def projections(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The projections on all ranks, in one pass."""
+        ranks: list[list[Instruction]] = [[] for _ in range(self.devices)]
+        for instruction in self.order:
+            for rank in self.participants(instruction):
+                ranks[rank].append(instruction)
+        return tuple(map(tuple, ranks))
 
     def shared_rows(self, edge: Edge, source: int, target: int, rows: int) -> tuple[int, int]:
         """Rows of the batch that both shards of an edge see; empty where first >= last."""
@@ -277,7 +290,7 @@ def lower(
     if trainable is not None:
         used = _users(runs, graph, trains.intersection(held))
         buckets = _buckets(used, held, graph, bucket_bytes)
-        order += _backward_order(runs, edges, buckets, used)
+        order += _backward_order(runs, edges, buckets)
     return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))
 
 
@@ -353,16 +366,13 @@ def _forward_order(runs: Sequence[ProgramRun], edges: Sequence[Edge]) -> list[In
 
 
 def _backward_order(
-    runs: Sequence[ProgramRun],
-    edges: Sequence[Edge],
-    buckets: Sequence[Bucket],
-    used: Mapping[str, tuple[int, ...]],
+    runs: Sequence[ProgramRun], edges: Sequence[Edge], buckets: Sequence[Bucket]
 ) -> list[Instruction]:
     """The mirror of the forwards; a bucket is summed as soon as its last user ran."""
     due: dict[int, list[Instruction]] = {}
     for bucket in buckets:
         # Backward runs in reverse, so that the lowest run index comes last.
-        last = min((i for p in bucket.parameters for i in used[p]), default=0)
+        last = min(bucket.runs, default=0)
         due.setdefault(last, []).append(Instruction(Kind.REDUCE, bucket.index))
     entering: dict[int, list[Edge]] = {}
     for edge in edges:
@@ -414,6 +424,12 @@ def _buckets(
         bucket.append(p)
     packed += [(devices, tuple(bucket)) for (devices, _), bucket in filling.items()]
     return tuple(
-        Bucket(i, devices, names, sum(parameters[p].bytes for p in names))
+        Bucket(
+            i,
+            devices,
+            names,
+            sum(parameters[p].bytes for p in names),
+            tuple(sorted({r for p in names for r in used[p]})),
+        )
         for i, (devices, names) in enumerate(packed)
     )
