@@ -1,0 +1,1 @@
+"""Running programs: transport, engine, gradient synchronisation, localised state."""

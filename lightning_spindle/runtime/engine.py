@@ -1,0 +1,402 @@
+"""The engine: one rank's part of a program, iteration by iteration (paper, section 3.6).
+
+Forward runs operators on this rank's rows and posts messages; backward goes through the
+runs in reverse, each from detached inputs, so that a run's activations are freed as soon as
+it is done. Nothing here knows Lightning, and all communication goes through a transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_spindle.capture.layout import take_rows
+from lightning_spindle.capture.pieces import BatchLayout, BatchIndex, Capture, LeafRef, ValueRef
+from lightning_spindle.graph import Layout, Reduction, Result
+from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
+from lightning_spindle.runtime.gradients import PendingBucket, reduce_bucket
+from lightning_spindle.runtime.messages import Messenger, Received, Rows, Signature
+from lightning_spindle.runtime.randomness import operator_randomness
+from lightning_spindle.runtime.rows import cut, join, summed
+from lightning_spindle.runtime.transport import Transport
+
+Callables = Mapping[str, Callable[..., tuple[Any, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBatch:
+    """A task's batch on this rank: its rows, and its leaves where the rank loads it.
+
+    ``leaves`` is None on ranks that run no operator of the task.
+    """
+
+    rows: int
+    leaves: list[Any] | None
+
+
+@dataclass(slots=True)
+class _RunState:
+    """What a run keeps from its forward to its backward."""
+
+    rows: Rows
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, Any]
+    results: dict[str, torch.Tensor]
+    gradients: dict[str, list[tuple[Rows, Received | torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """The state of one iteration: made by ``forward``, used up by ``backward``."""
+
+    index: int
+    batch_idx: int
+    batches: Mapping[str, TaskBatch]
+    signatures: Mapping[str, Signature]
+    runs: dict[int, _RunState] = field(default_factory=dict)
+    received: dict[int, list[Received]] = field(default_factory=dict)
+    results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
+    buckets: list[PendingBucket] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+    """Runs whose backward is done; their inputs live until the next one starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An instruction as this rank executed it, in seconds of ``time.perf_counter``."""
+
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+
+class InstructionError(RuntimeError):
+    """An instruction failed; says which, where, and why."""
+
+
+class Engine:
+    """Executes a program's instructions of one rank.
+
+    Args:
+        program: the same on every rank.
+        capture: the step that the program was lowered from.
+        callables: built pieces of the operators that this rank runs.
+        parameters: the trainable parameters that this rank holds, by canonical name.
+        transport: to the other ranks.
+        device: where this rank's tensors are.
+        seed: of the operators' random numbers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        capture: Capture,
+        callables: Callables,
+        parameters: Mapping[str, torch.nn.Parameter],
+        transport: Transport,
+        device: torch.device,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.program = program
+        self.marks: list[Mark] = []
+        self._graph = capture.graph
+        self._capture = capture
+        self._callables = callables
+        self._parameters = parameters
+        self._transport = transport
+        self._device = device
+        self._seed = seed
+        self._values = capture.graph.value_map()
+        self._messenger = Messenger(transport, device)
+        order = program.rank(transport.rank)
+        backward = (Kind.BACKWARD, Kind.GRADIENT, Kind.REDUCE)
+        self._forwards = tuple(i for i in order if i.kind not in backward)
+        self._backwards = tuple(i for i in order if i.kind in backward)
+        self._entering = _by(program.edges, lambda e: e.target)
+        self._leaving = _by(program.edges, lambda e: e.source)
+        self._results = {r.value: r for r in capture.graph.results}
+
+    @property
+    def tasks(self) -> frozenset[str]:
+        """Tasks whose batches this rank must load."""
+        return frozenset(r.task for r in self.program.runs if self._transport.rank in r.devices)
+
+    def forward(self, batches: Mapping[str, TaskBatch], *, index: int, batch_idx: int) -> Iteration:
+        """All forwards of an iteration; afterwards every rank knows all results.
+
+        Args:
+            batches: every task's batch; a task that is missing or has no rows is idle.
+            index: number of the iteration, for the operators' random numbers.
+        """
+        self.marks.clear()
+        signatures = {
+            task: _signature(batch.leaves, self._capture.layouts[task])
+            for task, batch in batches.items()
+            if batch.leaves is not None
+        }
+        iteration = Iteration(index, batch_idx, batches, signatures)
+        for instruction in self._forwards:
+            self._execute(instruction, iteration)
+        if not any(e.gradient for e in self.program.edges):
+            self._messenger.finish()
+        return iteration
+
+    def backward(
+        self, iteration: Iteration, seeds: Mapping[str, float | torch.Tensor], *, sync: bool
+    ) -> None:
+        """All backwards; gradients are added to the parameters' ``grad``.
+
+        Args:
+            seeds: derivative of what is minimised by each task's loss.
+            sync: sum gradients over their holders; False inside an accumulation window.
+        """
+        for instruction in self._backwards:
+            if instruction.kind is not Kind.REDUCE or sync:
+                self._execute(instruction, iteration, seeds)
+        self._messenger.finish()
+        for bucket in iteration.buckets:
+            bucket.finish()
+        iteration.runs.clear()
+        iteration.received.clear()
+
+    def _execute(
+        self,
+        instruction: Instruction,
+        iteration: Iteration,
+        seeds: Mapping[str, float | torch.Tensor] | None = None,
+    ) -> None:
+        start_s = time.perf_counter()
+        try:
+            match instruction.kind:
+                case Kind.FORWARD:
+                    self._forward(self.program.runs[instruction.index], iteration)
+                case Kind.ACTIVATION:
+                    self._activation(instruction, iteration)
+                case Kind.EXCHANGE:
+                    iteration.results = self._exchange(iteration)
+                case Kind.BACKWARD:
+                    self._backward(self.program.runs[instruction.index], iteration, seeds or {})
+                case Kind.GRADIENT:
+                    self._gradient(instruction, iteration)
+                case Kind.REDUCE:
+                    bucket = self.program.buckets[instruction.index]
+                    iteration.buckets.append(reduce_bucket(bucket, self._parameters, self._transport))
+        except Exception as e:
+            where = self.program.describe(instruction)
+            raise InstructionError(f"rank {self._transport.rank}, {where}: {type(e).__name__}: {e}") from e
+        self.marks.append(Mark(instruction, start_s, time.perf_counter()))
+
+    def _rows(self, run: ProgramRun, iteration: Iteration, rank: int | None = None) -> Rows:
+        """Rows of a run's shard on ``rank`` (default: this one); empty where the task is idle."""
+        shard = run.shard_of(self._transport.rank if rank is None else rank)
+        batch = iteration.batches.get(run.task)
+        if shard is None or batch is None:
+            return (0, 0)
+        return run.rows(shard, batch.rows)
+
+    def _forward(self, run: ProgramRun, iteration: Iteration) -> None:
+        rows = self._rows(run, iteration)
+        if rows[0] >= rows[1]:
+            return
+        inputs = self._gather_inputs(run, rows, iteration)
+        env: dict[str, Any] = dict(inputs)
+        batch = iteration.batches[run.task]
+        layout = self._capture.layouts[run.task]
+        assert batch.leaves is not None, f"rank runs {run.label} without its batch"
+        leaves = batch.leaves if rows == (0, batch.rows) else take_rows(batch.leaves, layout, *rows)
+        for name in run.operators:
+            piece = self._capture.pieces[name]
+            arguments = [
+                leaves[s.index]
+                if isinstance(s, LeafRef)
+                else env[s.name]
+                if isinstance(s, ValueRef)
+                else iteration.batch_idx
+                for s in piece.sources
+            ]
+            with operator_randomness(self._device, self._seed, iteration.index, name, rows[0]):
+                outputs = self._callables[name](*arguments)
+            env.update(zip(piece.outputs, outputs, strict=True))
+        leaving = {e.value for e in self._leaving.get(run.index, ())}
+        given = {v for name in run.operators for v in self._capture.pieces[name].outputs}
+        iteration.runs[run.index] = _RunState(
+            rows,
+            inputs,
+            {v: env[v] for v in leaving},
+            {v: env[v] for v in given & self._results.keys()},
+        )
+
+    def _gather_inputs(self, run: ProgramRun, rows: Rows, iteration: Iteration) -> dict[str, torch.Tensor]:
+        """This shard's inputs as leaves: local rows and received rows joined."""
+        inputs: dict[str, torch.Tensor] = {}
+        for edge in self._entering.get(run.index, ()):
+            value = self._values[edge.value]
+            parts: list[tuple[Rows, torch.Tensor]] = []
+            source = iteration.runs.get(edge.source)
+            if source is not None:
+                shared = _meet(source.rows, rows)
+                if shared is not None:
+                    parts.append((shared, cut(source.outputs[edge.value], value, source.rows, shared)))
+            if not (parts and value.dim is None):
+                for message in iteration.received.pop(edge.index, ()):
+                    tensor = message.tensor()
+                    assert tensor is not None
+                    parts.append((message.rows, tensor))
+            joined = join(parts, value)
+            if not isinstance(joined, torch.Tensor):
+                inputs[edge.value] = joined
+                continue
+            inputs[edge.value] = joined.detach()
+            if edge.gradient and torch.is_grad_enabled():
+                inputs[edge.value].requires_grad_()
+        return inputs
+
+    def _message(self, instruction: Instruction, iteration: Iteration) -> tuple[Edge, Rows, int, bool] | None:
+        """Edge, rows, peer and whether this rank sends; None where no rows meet."""
+        edge = self.program.edges[instruction.index]
+        batch = iteration.batches.get(self.program.runs[edge.source].task)
+        if batch is None or batch.rows == 0:
+            return None
+        rows = self.program.shared_rows(edge, instruction.source, instruction.target, batch.rows)
+        if rows[0] >= rows[1]:
+            return None
+        sender, receiver = self.program.participants(instruction)
+        sends = sender == self._transport.rank
+        return edge, rows, receiver if sends else sender, sends
+
+    def _activation(self, instruction: Instruction, iteration: Iteration) -> None:
+        message = self._message(instruction, iteration)
+        if message is None:
+            return
+        edge, rows, peer, sends = message
+        value = self._values[edge.value]
+        signature = iteration.signatures[self.program.runs[edge.source].task]
+        if sends:
+            state = iteration.runs[edge.source]
+            tensor = cut(state.outputs[edge.value], value, state.rows, rows)
+            self._messenger.send_value(instruction, edge, value, tensor, rows, peer, signature)
+        else:
+            received = self._messenger.receive_value(instruction, value, rows, peer, signature)
+            iteration.received.setdefault(edge.index, []).append(received)
+
+    def _exchange(self, iteration: Iteration) -> dict[Result, float | torch.Tensor]:
+        """Each result of the step, the same on every rank; absent where its task was idle."""
+        results = self._graph.results
+        table = torch.zeros(2 * len(results), dtype=torch.float64, device=self._device)
+        for run in self.program.runs:
+            state = iteration.runs.get(run.index)
+            if state is None:
+                continue
+            for at, result in enumerate(results):
+                if result.value in state.results and self._speaks(run):
+                    share = self._share(result, run, state.rows, iteration)
+                    table[2 * at] += state.results[result.value].detach().double() * share
+                    table[2 * at + 1] += 1
+        self._transport.all_reduce(table, tuple(range(self._transport.size))).wait()
+        present = table[1::2].tolist()
+        return {r: table[2 * i] for i, r in enumerate(results) if present[i]}
+
+    def _speaks(self, run: ProgramRun) -> bool:
+        """Of an operator that runs everywhere, one rank reports the results."""
+        return run.layout is not Layout.EVERYWHERE or run.devices[0] == self._transport.rank
+
+    def _share(self, result: Result, run: ProgramRun, rows: Rows, iteration: Iteration) -> float:
+        """Weight of a shard's result in the step's: its rows for a mean, else one."""
+        if result.reduction is not Reduction.MEAN:
+            return 1.0
+        return (rows[1] - rows[0]) / iteration.batches[run.task].rows
+
+    def _backward(
+        self, run: ProgramRun, iteration: Iteration, seeds: Mapping[str, float | torch.Tensor]
+    ) -> None:
+        while iteration.passed:
+            iteration.runs[iteration.passed.pop()].inputs.clear()
+        state = iteration.runs.get(run.index)
+        if state is None:
+            return
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for name, output in state.outputs.items():
+            parts = _arrived(state.gradients.pop(name, []))
+            if parts and output.requires_grad:
+                roots.append(output)
+                gradients.append(summed(output, self._values[name], state.rows, parts))
+        for name, output in state.results.items():
+            result = self._results[name]
+            if result.is_loss and output.requires_grad:
+                share = self._share(result, run, state.rows, iteration)
+                roots.append(output)
+                gradients.append(torch.ones_like(output) * (seeds[run.task] * share))
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for edge in self._entering.get(run.index, ()):
+            source = iteration.runs.get(edge.source)
+            if edge.gradient and source is not None:
+                self._pass_back(edge, state, source)
+        state.outputs.clear()
+        state.results.clear()
+        iteration.passed.append(run.index)
+
+    def _pass_back(self, edge: Edge, state: _RunState, source: _RunState) -> None:
+        """Gives the gradient of a value to its producer on this same rank."""
+        gradient = state.inputs[edge.value].grad
+        shared = _meet(source.rows, state.rows)
+        if gradient is None or shared is None:
+            return
+        part = cut(gradient, self._values[edge.value], state.rows, shared)
+        source.gradients.setdefault(edge.value, []).append((shared, part))
+
+    def _gradient(self, instruction: Instruction, iteration: Iteration) -> None:
+        message = self._message(instruction, iteration)
+        if message is None:
+            return
+        edge, rows, peer, sends = message
+        value = self._values[edge.value]
+        state = iteration.runs[edge.target if sends else edge.source]
+        if sends:
+            leaf = state.inputs[edge.value]
+            gradient = None if leaf.grad is None else cut(leaf.grad, value, state.rows, rows)
+            self._messenger.send_gradient(
+                instruction, gradient, cut(leaf.detach(), value, state.rows, rows), peer
+            )
+        else:
+            like = cut(state.outputs[edge.value].detach(), value, state.rows, rows)
+            received = self._messenger.receive_gradient(instruction, like, rows, peer)
+            state.gradients.setdefault(edge.value, []).append((rows, received))
+
+
+def _arrived(parts: Iterable[tuple[Rows, Received | torch.Tensor]]) -> list[tuple[Rows, torch.Tensor]]:
+    """Waits for gradient parts; those that say "unused" fall away."""
+    tensors = [(rows, p.tensor() if isinstance(p, Received) else p) for rows, p in parts]
+    return [(rows, tensor) for rows, tensor in tensors if tensor is not None]
+
+
+def _meet(a: Rows, b: Rows) -> Rows | None:
+    first, last = max(a[0], b[0]), min(a[1], b[1])
+    return (first, last) if first < last else None
+
+
+def _by(edges: Iterable[Edge], key: Callable[[Edge], int]) -> dict[int, list[Edge]]:
+    found: dict[int, list[Edge]] = {}
+    for edge in edges:
+        found.setdefault(key(edge), []).append(edge)
+    return found
+
+
+def _signature(leaves: list[Any], layout: BatchLayout) -> Signature:
+    """The shapes of a batch without its rows; decides the shapes of values that go between ranks."""
+    parts: list[Any] = []
+    for leaf, where in zip(leaves, layout.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            shape = list(leaf.shape)
+            if where.dim is not None:
+                shape[where.dim] = -1
+            parts.append((tuple(shape), leaf.dtype))
+        else:
+            parts.append(type(leaf).__name__)
+    return tuple(parts)

@@ -1,0 +1,26 @@
+"""Random numbers of operators, the same wherever an operator runs.
+
+Every rank's own generator must stay in step with the others' (samplers draw from it), so an
+operator draws from a generator of its own, seeded by what it is and by its first row. Two
+shards of a batch thus draw different masks, and shards of a replicated operator equal ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def operator_randomness(
+    device: torch.device, seed: int, step: int, operator: str, first_row: int
+) -> Iterator[None]:
+    """Draws inside come from (seed, step, operator, first row); the outer state is kept."""
+    mixed = zlib.crc32(f"{seed}/{step}/{operator}/{first_row}".encode())
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(mixed)
+        yield

@@ -1,0 +1,43 @@
+"""Cutting values into row ranges and joining them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_spindle.graph import Value
+
+
+def cut(tensor: torch.Tensor, value: Value, have: tuple[int, int], want: tuple[int, int]) -> torch.Tensor:
+    """Rows ``want`` of a tensor that holds rows ``have``; the tensor itself where it has no rows."""
+    if value.dim is None or have == want:
+        return tensor
+    start = (want[0] - have[0]) * value.per_row
+    return tensor.narrow(value.dim, start, (want[1] - want[0]) * value.per_row)
+
+
+def join(parts: Sequence[tuple[tuple[int, int], torch.Tensor]], value: Value) -> torch.Tensor:
+    """One tensor from parts that follow each other in rows."""
+    if value.dim is None or len(parts) == 1:
+        return parts[0][1]
+    ordered = sorted(parts, key=lambda part: part[0])
+    return torch.cat([tensor for _, tensor in ordered], dim=value.dim)
+
+
+def summed(
+    like: torch.Tensor,
+    value: Value,
+    have: tuple[int, int],
+    parts: Sequence[tuple[tuple[int, int], torch.Tensor]],
+) -> torch.Tensor:
+    """The sum of gradient parts, each for some rows of ``like``, which holds rows ``have``.
+
+    Added in the given order, so that the sum is the same bit for bit from run to run.
+    """
+    if len(parts) == 1 and (value.dim is None or parts[0][0] == have):
+        return parts[0][1]
+    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    for rows, part in parts:
+        cut(total, value, have, rows).add_(part)
+    return total
