@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class PlanningProblem:
     parameter_bytes: tuple[tuple[str, int], ...] = ()
     state_factor: float = 4.0
     """Bytes held for each parameter byte: parameter, gradient and optimizer state."""
+    _by_name: Mapping[str, PlannedOp] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {m.name for m in self.metaops}
@@ -91,6 +92,10 @@ class PlanningProblem:
             _check_metaop(m, known, self.cluster.devices)
         ordered = _topological(self.metaops, self.name)
         object.__setattr__(self, "metaops", ordered)
+        object.__setattr__(self, "_by_name", {m.name: m for m in ordered})
+
+    def metaop(self, name: str) -> PlannedOp:
+        return self._by_name[name]
 
     @property
     def devices(self) -> int:

@@ -1,0 +1,154 @@
+"""Device groups for one run, best first (the guidelines of section 3.5 as one order).
+
+1. Least communication: transfers of the run's inputs, and the synchronisation that the run
+   adds for its parameters. Both are cheap inside an island, so islands follow from the costs.
+2. Fewest inputs on other devices, fewest islands, contiguous and aligned groups (which also
+   keeps the number of process groups small).
+3. Fewest parameters that a device would have to hold anew; most memory left; lowest devices.
+
+Where memory is what counts, 3 comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations
+from math import comb
+
+from lightning_spindle.cluster import Cluster
+from lightning_spindle.planner.memory import Memory, Need, bit_set
+from lightning_spindle.planner.transfers import BOTH_WAYS, transfer_ms
+
+Groups = Iterator[tuple[int, ...]]
+Inputs = Sequence[tuple[int, tuple[int, ...]]]
+_EXACT = 64
+"""So many groups are all compared; of more, windows of the free devices and the best-placed ones."""
+_SHORT_LIST = 8
+
+
+def rank(n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, *, balance: bool) -> Groups:
+    """Groups of n of the free devices, best first; at most _EXACT of them."""
+    if n == len(free):
+        return iter((tuple(free),))
+    view = _View(n, free, inputs, need, memory, balance)
+    if comb(len(free), n) <= _EXACT:
+        groups = [tuple(free[i] for i in c) for c in combinations(range(len(free)), n)]
+        return iter(sorted(groups, key=view.key))
+    return view.windows()
+
+
+class _View:
+    """What is asked of many groups for the same run, computed once for each device."""
+
+    def __init__(
+        self, n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, balance: bool
+    ) -> None:
+        self.n, self.free, self.need, self.memory, self.balance = n, free, need, memory, balance
+        self.cluster = memory.problem.cluster
+        self.inputs = [(size, devices, frozenset(devices)) for size, devices in inputs]
+        self.cost = [self._input_ms(d) for d in free]
+        self.moved = [sum(d not in held for _, _, held in self.inputs) for d in free]
+        self.missing = [need.missing_bytes(d) for d in free]
+        self.left = {d: memory.available(d) - memory.bytes_on(need, d) for d in free}
+        self.sync = _Sync(need, self.cluster)
+
+    def windows(self) -> Groups:
+        """Short list by sums over the devices, then compared as ``key`` does; then the others."""
+        n, free = self.n, self.free
+        cost, moved, missing = (
+            [0.0, *accumulate(xs)] for xs in (self.cost, [float(x) for x in self.moved], self.missing)
+        )
+        rough: list[tuple[tuple[float, ...], int]] = []
+        for i in range(len(free) - n + 1):
+            j = i + n
+            islands = 1 + self.cluster.island(free[j - 1]) - self.cluster.island(free[i])
+            communication = round(cost[j] - cost[i] + self.sync.span_ms(n, islands > 1), 6)
+            crooked = _crookedness(free[i], free[j - 1], n)
+            held = (missing[j] - missing[i], -min(self.left[d] for d in free[i:j]) if self.balance else 0.0)
+            parts = (communication, moved[j] - moved[i], islands, crooked)
+            rough.append((((*held, *parts) if self.balance else (*parts, *held)), i))
+        rough.sort()
+        groups = [tuple(free[i : i + n]) for _, i in rough]
+        close = sorted({*groups[:_SHORT_LIST], *self._well_placed()}, key=self.key)
+        known = set(close)
+        yield from close
+        yield from (g for g in groups[_SHORT_LIST : _SHORT_LIST + _EXACT] if g not in known)
+
+    def key(self, group: tuple[int, ...]) -> tuple[object, ...]:
+        """The order of groups; the docstring of this file in the same sequence."""
+        moved_ms = sum(transfer_ms(size, source, group, self.cluster) for size, source, _ in self.inputs)
+        communication = round(moved_ms + self.sync.added_ms(group), 6)
+        elsewhere = sum(d not in held for _, _, held in self.inputs for d in group)
+        islands = len({self.cluster.island(d) for d in group})
+        crooked = _crookedness(group[0], group[-1], len(group))
+        held = (
+            sum(self.need.missing_bytes(d) for d in group),
+            -min(self.left[d] for d in group),
+        )
+        if self.balance:
+            return (-min(self.left[d] for d in group), held[0], communication, elsewhere, crooked, group)
+        return (communication, elsewhere, islands, crooked, *held, group)
+
+    def _well_placed(self) -> list[tuple[int, ...]]:
+        """The n devices nearest to the inputs, and the n with the most memory left, wherever they are."""
+        at = range(len(self.free))
+        near = sorted(at, key=lambda i: (round(self.cost[i], 9), self.moved[i], self.missing[i], i))
+        roomy = sorted(at, key=lambda i: (-self.left[self.free[i]], i))
+        found = [tuple(sorted(self.free[i] for i in order[: self.n])) for order in (near, roomy)]
+        found += [tuple(sorted(d)) for _, d, held in self.inputs if len(d) == self.n and held <= {*self.free}]
+        return found
+
+    def _input_ms(self, device: int) -> float:
+        """What the device's part of the inputs takes to arrive, on average over its source's devices."""
+        total = 0.0
+        island = self.cluster.island(device)
+        for size, source, held in self.inputs:
+            part = size / self.n
+            if device in held:
+                part = max(0.0, part - size / max(self.n, len(source)))
+            near = any(self.cluster.island(d) == island for d in (source[0], source[-1]))
+            link = self.cluster.inside if near else self.cluster.between
+            total += BOTH_WAYS * 1e3 * (link.seconds(part) if part > 0 else 0.0)
+        return total
+
+
+class _Sync:
+    """All-reduce time of the parameters of a run (2 (k - 1)/k of their bytes, over the slowest link)."""
+
+    def __init__(self, need: Need, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.parts = [(holders, size) for holders, size in need.parameters if size > 0]
+        self.before = sum(self._ms(holders, size) for holders, size in self.parts)
+        self.bytes = sum(size for _, size in self.parts)
+
+    def added_ms(self, group: tuple[int, ...]) -> float:
+        """How much the synchronisation grows when this group holds the run's parameters too."""
+        if not self.parts:
+            return 0.0
+        mask = bit_set(group)
+        return sum(self._ms(holders | mask, size) for holders, size in self.parts) - self.before
+
+    def span_ms(self, n: int, across: bool) -> float:
+        """The same for n devices without other holders."""
+        if n < 2 or not self.parts:
+            return 0.0
+        return self._over(self.bytes, n, across)
+
+    def _ms(self, holders: int, size: float) -> float:
+        k = holders.bit_count()
+        if k < 2:
+            return 0.0
+        first, last = (holders & -holders).bit_length() - 1, holders.bit_length() - 1
+        return self._over(size, k, self.cluster.island(first) != self.cluster.island(last))
+
+    def _over(self, size: float, k: int, across: bool) -> float:
+        link = self.cluster.between if across else self.cluster.inside
+        return 1e3 * link.seconds(2.0 * (k - 1) / k * size)
+
+
+def _crookedness(first: int, last: int, n: int) -> int:
+    """0 for an aligned contiguous group, 1 for another contiguous one, 2 for the rest."""
+    if last - first != n - 1:
+        return 2
+    block = 1 << (n - 1).bit_length()
+    return int(first % block != 0)
