@@ -23,7 +23,7 @@ _REGISTRY_MODULE = "lightning.pytorch.strategies"
 
 
 def register_when_lightning_is_imported() -> None:
-    """Register ``"spindle"`` now if Lightning is imported, else as soon as it is. Repeating it is harmless."""
+    """Register ``"spindle"`` now if Lightning is imported, else as soon as it is. May be repeated."""
     strategies = sys.modules.get(_REGISTRY_MODULE)
     if strategies is not None:
         _register(strategies)
@@ -46,7 +46,7 @@ def _make_strategy(**init_params: Any) -> Any:
 
 
 class _AfterImport(MetaPathFinder):
-    """Lets the other finders find Lightning's strategies, and registers ours when those have been executed."""
+    """Lets the other finders find Lightning's strategies, and registers ours when those have been run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

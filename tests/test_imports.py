@@ -84,7 +84,7 @@ def test_trainer_finds_the_strategy_by_name() -> None:
     code = """
 import lightning_spindle
 import lightning as L
-trainer = L.Trainer(strategy="spindle", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+trainer = L.Trainer(strategy="spindle", accelerator="cpu", devices=1, logger=False)
 assert type(trainer.strategy) is lightning_spindle.SpindleStrategy, trainer.strategy
 """
     run_python(code)

@@ -1,0 +1,208 @@
+"""Deliberate faults, and the tests that must turn red under each: ``make faults``.
+
+A green test says little until it has been seen red. Each row of ``FAULTS`` replaces one function of ours and
+names the tests that hold it; ``python -m tests.faults`` first sees all of them green, then runs each row's
+tests with its fault in place and demands that every one of them fails (a collection error, a crash of pytest
+or a hang does not count), and that the replacement was really called.
+
+The fault is applied before any test module is imported, in the test process (whose forked ranks inherit it)
+and in every Python process it launches. The replaced function is exchanged wherever a module of ours already
+holds it: as its own name, under ``from ... import``, or as a value of a module-level dict.
+"""
+
+import argparse
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import fault_bodies as bodies
+
+ROOT = Path(__file__).parents[1]
+SITE = Path(__file__).parent / "support" / "fault_site"
+OURS = ("lightning_spindle", "tasks", "datamodules", "train", "benchmark", "tests")
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One function of ours replaced, and who must notice.
+
+    ``target`` is ``"module:qualname"`` of a function, method, static or class method or property.
+    ``body`` takes the original function and returns the faulty one. Each of ``tests`` is a pytest node id, of
+    which at least one case must fail.
+    """
+
+    name: str
+    target: str
+    body: Callable[[Callable[..., Any]], Callable[..., Any]]
+    tests: tuple[str, ...]
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "strategy-not-registered",
+        "lightning_spindle._registration:_register",
+        bodies.does_nothing,
+        ("tests/test_imports.py::test_strategy_is_registered_in_either_import_order",),
+    ),
+)
+
+
+def apply_fault(name: str, faults: Iterable[Fault] = FAULTS) -> None:
+    """Replace the target of the fault ``name`` in this process and in the Python processes it starts."""
+    fault = next((fault for fault in faults if fault.name == name), None)
+    if fault is None:
+        raise ValueError(f"no fault is named {name!r}; there are {[f.name for f in faults]}")
+    module_name, _, qualname = fault.target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *path, attribute = qualname.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    held = vars(owner)[attribute]
+    if isinstance(held, staticmethod | classmethod):
+        replacement: Any = type(held)(_marked(fault.body(held.__func__), held.__func__))
+    elif isinstance(held, property):
+        assert held.fget is not None
+        replacement = property(_marked(fault.body(held.fget), held.fget), held.fset, held.fdel)
+    else:
+        replacement = _marked(fault.body(held), held)
+    setattr(owner, attribute, replacement)
+    _exchange_in_modules(held, replacement)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(SITE) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, paths)])
+
+
+def _marked(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement, leaving a mark for the runner when it is called."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if mark := os.environ.get("SPINDLE_FAULT_REACHED"):
+            Path(mark).touch()
+        return replacement(*args, **kwargs)
+
+    return call
+
+
+def _exchange_in_modules(held: Any, replacement: Any) -> None:
+    for name, module in list(sys.modules.items()):
+        if module is None or name.partition(".")[0] not in OURS:
+            continue
+        for key, value in list(vars(module).items()):
+            if value is held:
+                setattr(module, key, replacement)
+            elif type(value) is dict:
+                value.update({k: replacement for k, v in value.items() if v is held})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a fault's tests said; ``problem`` is empty if every one of them turned red."""
+
+    fault: Fault
+    problem: str
+    seconds: float
+    output: str
+
+
+def judge(fault: Fault, root: Path = ROOT, timeout_s: float = TIMEOUT_S) -> Verdict:
+    """Run the fault's tests with the fault in place."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        mark = Path(folder) / "reached"
+        environment = {"SPINDLE_FAULT": fault.name, "SPINDLE_FAULT_REACHED": str(mark)}
+        code, output = _pytest(fault.tests, environment, root, timeout_s)
+        reached = mark.exists()
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith("FAILED ")]
+    green = [test for test in fault.tests if not any(_is_case(node, test) for node in failed)]
+    if code is None:
+        problem = f"still running after {timeout_s:g} s"
+    elif code not in (0, 1):
+        problem = f"pytest ended with {code}, not with a failed test"
+    elif green:
+        problem = f"not noticed by {', '.join(green)}" + ("" if reached else " (never called)")
+    elif not reached:
+        problem = "red, but the replacement was never called"
+    else:
+        problem = ""
+    return Verdict(fault, problem, time.monotonic() - start, output)
+
+
+def _is_case(node: str, test: str) -> bool:
+    return node == test or node.startswith((f"{test}[", f"{test}::"))
+
+
+def _pytest(
+    tests: Sequence[str], environment: dict[str, str], root: Path, timeout_s: float
+) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", "--tb=short", "--color=no"]
+    command += ["-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return None, output
+    return process.returncode, output
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", help="faults to try (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the faults and stop")
+    parser.add_argument("--no-green", action="store_true", help="do not check first that the tests are green")
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}; see --list")
+    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    width = max(len(fault.name) for fault in chosen)
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name:{width}}  {fault.target}  {' '.join(fault.tests)}")
+        return 0
+    if not options.no_green:
+        tests = sorted({test for fault in chosen for test in fault.tests})
+        code, output = _pytest(tests, {}, ROOT, TIMEOUT_S * 4)
+        if code != 0:
+            print(output, "\nthe tests are not green without a fault", sep="")
+            return 1
+        print(f"{'(no fault)':{width}}  green", flush=True)
+    missed = 0
+    for fault in chosen:
+        verdict = judge(fault)
+        missed += bool(verdict.problem)
+        print(f"{fault.name:{width}}  {verdict.problem or 'red'}  ({verdict.seconds:.0f} s)", flush=True)
+        if verdict.problem:
+            print("\n".join(f"    {line}" for line in verdict.output.splitlines()[-15:]), flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults turned their tests red")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    # Not as __main__: the faults' own module must be the one that test processes import.
+    from tests.faults import main as imported_main
+
+    sys.exit(imported_main())
