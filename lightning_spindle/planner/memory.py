@@ -88,6 +88,7 @@ def parameters_of(op: PlannedOp, first: int, last: int) -> tuple[str, ...]:
 
 
 def bit_set(devices: tuple[int, ...]) -> int:
+    """Bit d is set for each device d."""
     found = 0
     for d in devices:
         found |= 1 << d

@@ -84,9 +84,7 @@ def _in_order(runs: Iterable[UnplacedRun], problem: PlanningProblem) -> list[Unp
 
     def volume(run: UnplacedRun) -> float:
         op = problem.metaop(run.metaop)
-        inputs = (
-            op.layer_flow_bytes if run.first else sum(flows.get((b, run.metaop), 0) for b in op.after)
-        )
+        inputs = op.layer_flow_bytes if run.first else sum(flows.get((b, run.metaop), 0) for b in op.after)
         shared = sum(sizes.get(name, 0) for name in parameters_of(op, run.first, run.last))
         return float(inputs + (shared if run.n > 1 else 0))
 

@@ -23,10 +23,8 @@ def with_figures(
     (planners with Stages) what waiting at each Stage would have cost over the makespan.
     """
     makespan_ms = max(r.end_ms for r in runs)
-    busy_ms = sum(len(r.devices) * (r.end_ms - r.start_ms) for r in runs)
     memory = memory_per_device(runs, problem)
     report = {
-        "utilisation": busy_ms / (makespan_ms * problem.devices),
         "transfer_ms": transfers_ms(runs, problem),
         "memory_max_bytes": max(memory),
         "memory_min_bytes": min(memory),
@@ -34,4 +32,76 @@ def with_figures(
     }
     if "stage_makespan_ms" in figures:
         report["stage_loss_ms"] = figures["stage_makespan_ms"] - makespan_ms
-    return ExecutionPlan(planner, problem.devices, tuple(runs), makespan_ms, tuple(sorted(report.items())))
+    plan = ExecutionPlan(planner, problem.devices, tuple(runs), makespan_ms)
+    return plan.with_report({**report, "utilisation": utilisation(plan)})
+
+
+def gantt(plan: ExecutionPlan, width: int = 100) -> str:
+    """The plan as text: a line for each device, a letter for each MetaOp, dots where it is idle.
+
+    Each column is an equal part of the makespan and shows what runs for most of it.
+    """
+    names = list(dict.fromkeys(r.metaop for r in plan.runs))
+    letters = {name: _SYMBOLS[i % len(_SYMBOLS)] for i, name in enumerate(names)}
+    end_ms = max((r.end_ms for r in plan.runs), default=0.0) or 1.0
+    column_ms = end_ms / width
+    margin = len(str(plan.devices - 1))
+    lines = []
+    for device in range(plan.devices):
+        runs = [r for r in plan.runs if device in r.devices]
+        cells = [_cell(runs, letters, i * column_ms, (i + 1) * column_ms) for i in range(width)]
+        lines.append(f"{device:>{margin}} |{''.join(cells)}|")
+    legend = "  ".join(f"{letters[name]} {name}" for name in names)
+    title = f"{plan.planner}: {plan.makespan_ms:.2f} ms, {column_ms:.2f} ms a column"
+    return "\n".join([title, *lines, legend])
+
+
+def _cell(runs: Sequence[Run], letters: Mapping[str, str], start_ms: float, end_ms: float) -> str:
+    shown = {".": (end_ms - start_ms) / 2}
+    for r in runs:
+        overlap_ms = min(r.end_ms, end_ms) - max(r.start_ms, start_ms)
+        if overlap_ms > 0:
+            letter = letters[r.metaop]
+            shown[letter] = shown.get(letter, 0.0) + overlap_ms
+    return max(shown, key=lambda letter: shown[letter])
+
+
+def compare(problem: PlanningProblem, *, time_limit_s: float | None = 1.0, seed: int = 0) -> str:
+    """All planners on one problem, side by side; a planner that refuses it shows why.
+
+    "/bound" is the makespan over the best lower bound that a planner reports.
+    """
+    from lightning_spindle.planner import PLANNERS
+
+    plans: dict[str, tuple[ExecutionPlan, float]] = {}
+    refused: dict[str, str] = {}
+    for name, planner in PLANNERS.items():
+        started = time.perf_counter()
+        try:
+            plan = planner(problem, time_limit_s=time_limit_s, seed=seed)
+        except (ValueError, ImportError) as error:
+            refused[name] = str(error)
+            continue
+        plans[name] = (plan, time.perf_counter() - started)
+    bound_ms = max((dict(p.report).get("bound_ms", 0.0) for p, _ in plans.values()), default=0.0)
+    lines = [
+        f"{problem.name}: {len(problem.metaops)} MetaOps, {problem.devices} devices"
+        + (f", lower bound {bound_ms:.3f} ms" if bound_ms else ""),
+        "planner             ms  /bound   busy  transfers ms  runs  planning s",
+    ]
+    for name, (plan, seconds) in sorted(plans.items(), key=lambda item: item[1][0].makespan_ms):
+        figures = dict(plan.report)
+        over = f"{plan.makespan_ms / bound_ms:7.3f}" if bound_ms else f"{'-':>7}"
+        lines.append(
+            f"{name:10} {plan.makespan_ms:11.3f} {over} {figures.get('utilisation', utilisation(plan)):6.1%} "
+            f"{figures.get('transfer_ms', transfers_ms(plan.runs, problem)):13.3f} {len(plan.runs):5d} "
+            f"{seconds:11.3f}"
+        )
+    lines += [f"{name:10} refused: {why}" for name, why in refused.items()]
+    return "\n".join(lines)
+
+
+def utilisation(plan: ExecutionPlan) -> float:
+    """The devices' busy share of the makespan."""
+    busy_ms = sum(len(r.devices) * (r.end_ms - r.start_ms) for r in plan.runs)
+    return busy_ms / (plan.makespan_ms * plan.devices)

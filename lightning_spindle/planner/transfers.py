@@ -32,7 +32,7 @@ def shares(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def transfer_ms(size_bytes: float, source: Sequence[int], target: Sequence[int], cluster: Cluster) -> float:
-    """Milliseconds to bring a value of ``size_bytes`` (all rows) from one group to another, and its gradient back.
+    """Milliseconds to bring a value of that size (all rows) to another group, and its gradient back.
 
     The busiest device decides: what it receives, or what it sends, one message after the other.
     The same devices in the same order cost nothing.
