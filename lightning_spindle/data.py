@@ -97,8 +97,8 @@ class MultiTaskDataModule(LightningDataModule):
         for name, loader in loaders.items():
             if self.mode != "max_size" and hasattr(loader, "__len__") and len(loader) == 0:
                 raise ValueError(
-                    f"task {name!r}: its training loader has no batch, so with mode {self.mode!r} no task would "
-                    "ever train; remove the task or use mode 'max_size'"
+                    f"task {name!r}: its training loader has no batch, so with mode {self.mode!r} no "
+                    "task would ever train; remove the task or use mode 'max_size'"
                 )
         return CombinedLoader(loaders, self.mode)
 
@@ -121,7 +121,9 @@ class MultiTaskDataModule(LightningDataModule):
                 continue
             loader = getattr(child, hook)()
             if isinstance(loader, (list, tuple)):
-                raise ValueError(f"task {name!r}: {hook} gives {len(loader)} loaders, one per task is supported")
+                raise ValueError(
+                    f"task {name!r}: {hook} gives {len(loader)} loaders, one per task is supported"
+                )
             loaders[name] = loader
         return loaders
 
@@ -155,7 +157,7 @@ class MultiTaskDataModule(LightningDataModule):
         }
 
     def _owner(self, name: str, hook: str) -> Any:
-        """Whose hook a task's batch goes through: its datamodule's, or its module's if only that overrides."""
+        """Whose hook a task's batch goes through: its datamodule's, or its module's if only that has one."""
         child = self.datamodules[name]
         module = getattr(self.trainer, "lightning_module", None)
         task = dict(getattr(module, "tasks", {})).get(name)

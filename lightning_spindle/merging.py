@@ -75,7 +75,7 @@ def merge(parts: list[TaskOptimizer], names: Mapping[torch.nn.Parameter, str]) -
         if type(part.optimizer) is not type(first.optimizer):
             raise ValueError(
                 f"tasks {first.task!r} and {part.task!r} configure optimizers of different classes, "
-                f"{type(first.optimizer).__name__} and {type(part.optimizer).__name__}; one step is taken for all"
+                f"{type(first.optimizer).__name__} and {type(part.optimizer).__name__}; they cannot merge"
             )
     optimizer = _like(first.optimizer, _merged_groups(parts, names))
     configs = [(part, config) for part in parts for config in part.schedulers]
@@ -121,15 +121,13 @@ def _merged_groups(
     return merged
 
 
-def _check_same(
-    parameter: str, owner: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]
-) -> None:
+def _check_same(parameter: str, owner: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]) -> None:
     differing = [key for key in {**owner[1], **other[1]} if owner[1].get(key) != other[1].get(key)]
     if differing:
         values = "; ".join(f"{key} {owner[1].get(key)} and {other[1].get(key)}" for key in differing)
         raise ValueError(
-            f"parameter {parameter!r} is shared by tasks {owner[0]!r} and {other[0]!r}, which give it different "
-            f"options: {values}. Give it the same options in both, or leave it out of one"
+            f"parameter {parameter!r} is shared by tasks {owner[0]!r} and {other[0]!r}, which give it "
+            f"different options: {values}. Give it the same options in both, or leave it out of one"
         )
 
 
@@ -156,9 +154,9 @@ def _shared_groups(parts: list[TaskOptimizer]) -> list[tuple[TaskOptimizer, int,
 class MergedScheduler(LRScheduler):
     """Steps the tasks' schedulers, each on its own task's groups of the merged optimizer.
 
-    Every scheduler stays attached to its task's own optimizer, which never steps. At each ``step`` the options
-    of the merged groups go there, the scheduler steps, and the options come back. Groups are paired by
-    position (loading a state replaces the group objects), and may have lost parameters since.
+    Every scheduler stays attached to its task's own optimizer, which never steps. At each ``step`` the
+    options of the merged groups go there, the scheduler steps, and the options come back. Groups are paired
+    by position (loading a state replaces the group objects), and may have lost parameters since.
     """
 
     # No super().__init__(): it would take a first step and rewrite the groups.
@@ -233,7 +231,7 @@ class MergedScheduler(LRScheduler):
             else:
                 rank_zero_warn(
                     f"step {self.last_epoch}: task {part.task!r} schedules a learning rate of {unused} for "
-                    f"parameters that it shares with task {owner.task!r}, which listed them first: its {used} "
-                    "is used"
+                    f"parameters that it shares with task {owner.task!r}, which listed them first: "
+                    f"its {used} is used"
                 )
         self._shared = kept

@@ -26,8 +26,8 @@ _OF_THE_LOOP = (
 class MultiTaskModule(TaskHooks):
     """Minimises Σ wᵢ·lossᵢ over tasks that are ordinary LightningModules, under any strategy.
 
-    One iteration takes ``{task: batch}``; a task that is absent or None is idle. Every task behaves as in a fit
-    of its own: ``self.log("loss", …)`` arrives as ``"<task>/loss"`` weighted by the task's own rows,
+    One iteration takes ``{task: batch}``; a task that is absent or None is idle. Every task behaves as in a
+    fit of its own: ``self.log("loss", …)`` arrives as ``"<task>/loss"`` weighted by the task's own rows,
     ``self.trainer``, ``self.optimizers()`` and the like work, and each hook of the task is called once per
     event (``on_before_backward`` with the joint loss, optimizer hooks with the merged optimizer).
 
@@ -93,7 +93,8 @@ class MultiTaskModule(TaskHooks):
     def _evaluation_step(self, hook: str, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         batches = self.active_batches(batch)
         return {
-            name: self._step(name, hook, batches[name], batch_idx) for name, _ in self.overriding(hook, batches)
+            name: self._step(name, hook, batches[name], batch_idx)
+            for name, _ in self.overriding(hook, batches)
         }
 
     def _step(self, name: str, hook: str, batch: Any, batch_idx: int) -> Any:
@@ -164,7 +165,9 @@ def _check_tasks(tasks: Mapping[str, LightningModule]) -> None:
                 "of parameters), and not a method of torch.nn.ModuleDict"
             )
         if not isinstance(task, LightningModule):
-            raise ValueError(f"task {name!r} is a {type(task).__name__}, not a lightning.pytorch.LightningModule")
+            raise ValueError(
+                f"task {name!r} is a {type(task).__name__}, not a lightning.pytorch.LightningModule"
+            )
         if task in names_by_task:
             raise ValueError(f"tasks {names_by_task[task]!r} and {name!r} are the same object")
         names_by_task[task] = name
@@ -173,7 +176,9 @@ def _check_tasks(tasks: Mapping[str, LightningModule]) -> None:
 
 def _check_loop(name: str, task: LightningModule) -> None:
     if not task.automatic_optimization:
-        raise ValueError(f"task {name!r} optimises manually; MultiTaskModule takes automatic optimization only")
+        raise ValueError(
+            f"task {name!r} optimises manually; MultiTaskModule takes automatic optimization only"
+        )
     for hook in _OF_THE_LOOP:
         if is_overridden(hook, task):
             raise ValueError(

@@ -132,7 +132,9 @@ class TaskHooks(LightningModule):
             )
         unknown = [key for key in batch if key not in self.tasks]
         if unknown:
-            raise ValueError(f"the batch has keys that no task has: {unknown}; the tasks are {list(self.tasks)}")
+            raise ValueError(
+                f"the batch has keys that no task has: {unknown}; the tasks are {list(self.tasks)}"
+            )
         return {name: batch[name] for name in self.tasks if batch.get(name) is not None}
 
     def _call_with_batches(self, hook: str, batch_idx: int) -> dict[str, Any]:

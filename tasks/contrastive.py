@@ -1,0 +1,113 @@
+"""Tasks that draw a sample and its description together, and samples and others' descriptions apart."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from tasks.encoders import FrameEncoder, ImageEncoder, TextEncoder
+from tasks.optimizers import AdamWSchedule
+
+
+def contrastive_loss(similarity: Tensor, labels: Tensor) -> Tensor:
+    """Symmetric InfoNCE in which all pairs of one class are positives.
+
+    Args:
+        similarity: [B, B], samples by descriptions.
+        labels: [B], the class of sample i and of description i.
+    """
+    same = (labels[:, None] == labels[None, :]).type_as(similarity)
+    targets = same / same.sum(1, keepdim=True)
+    return 0.5 * (F.cross_entropy(similarity, targets) + F.cross_entropy(similarity.t(), targets))
+
+
+class ContrastiveTask(LightningModule):
+    """One modality against text; subclasses say how a batch's samples are embedded.
+
+    Logs ``loss`` in training and ``accuracy`` (zero-shot, over the held-out prompts) in validation and test.
+
+    Args:
+        encoder: of the modality, to [B, E].
+        text: of token ids, to [B, E]; usually shared with other tasks.
+        prompts: token ids [classes, words] and lengths [classes] of the classes' zero-shot prompts.
+        optimization: how to train.
+        temperature: the initial one; learned, as the logarithm of its inverse.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        text: TextEncoder,
+        prompts: tuple[Tensor, Tensor],
+        optimization: AdamWSchedule,
+        temperature: float = 0.07,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.text, self.optimization = encoder, text, optimization
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(temperature)))
+        self.register_buffer("prompts", prompts[0], persistent=False)
+        self.register_buffer("prompt_lengths", prompts[1], persistent=False)
+        self.accuracy = MulticlassAccuracy(len(prompts[0]), average="micro")
+
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        """The batch's samples, [B, E]."""
+        raise NotImplementedError
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The contrastive loss over the whole batch."""
+        texts = self.text(batch["text"], batch["text_length"])
+        loss = contrastive_loss(self._similarity(self.embed(batch), texts), batch["label"])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Which prompt is nearest to each sample."""
+        prompts = self.text(self.prompts, self.prompt_lengths)
+        self.accuracy.update(self._similarity(self.embed(batch), prompts), batch["label"])
+        self.log("accuracy", self.accuracy, on_epoch=True)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """As in validation."""
+        self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with warm-up and cosine."""
+        return self.optimization.configure(self.parameters())
+
+    def _similarity(self, samples: Tensor, texts: Tensor) -> Tensor:
+        """Scaled cosines, [B, texts]."""
+        return self.logit_scale.exp() * F.normalize(samples, dim=-1) @ F.normalize(texts, dim=-1).t()
+
+
+class ImageText(ContrastiveTask):
+    """``image`` [B, size, size]."""
+
+    encoder: ImageEncoder
+
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        """The images' embeddings."""
+        return self.encoder(batch["image"])
+
+
+class AudioText(ContrastiveTask):
+    """``audio`` [B, frames, channels], padded, and ``audio_length`` [B]."""
+
+    encoder: FrameEncoder
+
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        """The recordings' embeddings."""
+        return self.encoder(batch["audio"], batch["audio_length"])
+
+
+class MotionText(ContrastiveTask):
+    """``motion`` [B, frames, channels]."""
+
+    encoder: FrameEncoder
+
+    def embed(self, batch: dict[str, Tensor]) -> Tensor:
+        """The recordings' embeddings."""
+        return self.encoder(batch["motion"])
