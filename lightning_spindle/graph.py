@@ -193,6 +193,8 @@ class MetaOp:
     level: int
     layout: Layout = Layout.SPLIT
     pin: str | None = None
+    layer_flow_bytes: int = 0
+    """Bytes that a layer gives to the next one in one forward pass (whole batch)."""
 
 
 @dataclass(frozen=True, slots=True)
