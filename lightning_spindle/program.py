@@ -36,6 +36,8 @@ def row_range(shard: int, shards: int, rows: int) -> tuple[int, int]:
 class Kind(StrEnum):
     """What an instruction does; the value is its letter in the text form."""
 
+    __hash__ = str.__hash__  # many times faster than that of Enum
+
     FORWARD = "F"
     ACTIVATION = "A"
     """Rows of a value go from the producing to a consuming shard."""

@@ -19,6 +19,8 @@ Source = Literal["predicted", "measured"]
 class Category(StrEnum):
     """What a device spends time on, in the order in which overlapping events claim a moment."""
 
+    __hash__ = str.__hash__  # many times faster than that of Enum
+
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
@@ -90,6 +92,7 @@ class Timeline:
     iteration: int | None = None
     memory: tuple[MemorySample, ...] = ()
     """How memory changes, in order of time for each rank; empty where nobody knows."""
+    end_s: float = field(init=False, repr=False, compare=False, default=0.0)
     _of: dict[int, tuple[Event, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,14 +105,11 @@ class Timeline:
                 raise ValueError(f"invalid timeline: {e} ends before it starts")
         ordered = tuple(sorted(self.events, key=lambda e: (e.start_s, e.rank, e.end_s)))
         object.__setattr__(self, "events", ordered)
+        object.__setattr__(self, "end_s", max((e.end_s for e in ordered), default=0.0))
 
     @property
     def start_s(self) -> float:
-        return min((e.start_s for e in self.events), default=0.0)
-
-    @property
-    def end_s(self) -> float:
-        return max((e.end_s for e in self.events), default=0.0)
+        return self.events[0].start_s if self.events else 0.0
 
     @property
     def span_s(self) -> float:

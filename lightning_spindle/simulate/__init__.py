@@ -5,5 +5,6 @@ engine does, against a cost model, and gives the ``Timeline`` that the engine sh
 """
 
 from lightning_spindle.simulate.deadlock import DeadlockError, ProgramError, check_deadlock
+from lightning_spindle.simulate.iteration import simulate
 
-__all__ = ["DeadlockError", "ProgramError", "check_deadlock"]
+__all__ = ["DeadlockError", "ProgramError", "check_deadlock", "simulate"]

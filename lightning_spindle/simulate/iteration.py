@@ -1,0 +1,279 @@
+"""Discrete-event simulation of one iteration, as the engine executes it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from lightning_spindle.costs import Costs
+from lightning_spindle.program import Kind, Program
+from lightning_spindle.simulate.cores import SharedCores
+from lightning_spindle.simulate.deadlock import ProgramError, check_deadlock
+from lightning_spindle.simulate.prepared import Key, Step, prepare
+from lightning_spindle.timeline import Category, Event, MemorySample, Timeline
+
+
+def simulate(program: Program, costs: Costs, rows: Mapping[str, int] | None = None) -> Timeline:
+    """What one iteration of a program would look like; its ``span_s`` is the predicted time.
+
+    * Each rank works through its instructions in order. Computing takes the time of the
+      run's operators at the shard's rows; on machines with ``cluster.cores``, ranks that
+      compute at the same time share them.
+    * Messages do not block: the sender goes on once it has posted, the receiver at once
+      too, and waits where a FORWARD or BACKWARD uses the rows. A message moves when both
+      have posted, one at a time into and out of each device, first come, first served.
+    * A bucket is summed when its last holder has posted it, beside computing, and takes its
+      devices' links in both directions. The exchange of results waits for all ranks.
+    * At the end a rank waits for its messages and buckets, then runs its optimizer.
+
+    Args:
+        rows: this iteration's rows by task (a task that is missing is idle); the graph's
+            example batch where not given.
+
+    Raises:
+        DeadlockError: the program's ranks wait for each other.
+    """
+    given = dict(costs.graph.rows) if rows is None else dict(rows)
+    for run in program.runs if rows is None else ():
+        given.setdefault(run.task, 1)
+    return _Simulation(program, costs, given).execute()
+
+
+class _Rank:
+    """Where a rank stands."""
+
+    __slots__ = ("at", "computing", "done", "outstanding", "stalled_s", "started_s", "waits_for")
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.computing: Key | None = None
+        self.started_s = 0.0
+        self.outstanding = 0
+        """Messages and buckets that it posted and that are still under way."""
+        self.stalled_s = 0.0
+        self.waits_for: Key | str | None = None
+        self.done = False
+
+
+_EXCHANGE, _END, _OPTIMIZER = "exchange", "end", -1
+
+
+class _Simulation:
+    def __init__(self, program: Program, costs: Costs, rows: Mapping[str, int]) -> None:
+        self.program, self.costs = program, costs
+        self.ready = prepare(program, costs, rows)
+        self.ranks = [_Rank() for _ in range(program.devices)]
+        cluster = costs.cluster
+        self.island = [cluster.island(r) for r in range(program.devices)]
+        self.cores = [SharedCores(cluster.cores) for _ in range(max(self.island, default=0) + 1)]
+        self.into_s = [0.0] * program.devices
+        self.out_of_s = [0.0] * program.devices
+        self.heap: list[tuple[float, int, Step | int, int]] = []
+        """Time, order of creation, a step that ends or an island, and its version."""
+        self.created = 0
+        self.events: list[Event] = []
+        self.changes: list[list[tuple[float, float]]] = [[] for _ in range(program.devices)]
+        self.held: list[list[str]] = [[] for _ in range(program.devices)]
+        for name, holders in program.holders.items():
+            for rank in holders:
+                self.held[rank].append(name)
+
+    def execute(self) -> Timeline:
+        for rank in range(self.program.devices):
+            self._proceed(rank, 0.0)
+        while self.heap:
+            now_s, _, what, version = heapq.heappop(self.heap)
+            if isinstance(what, Step):
+                self._end_of_step(what, now_s)
+            elif self.cores[what].version == version:
+                rank = self.cores[what].finish(now_s)
+                self._end_of_computing(rank, now_s)
+                self._schedule(what)
+        if not all(r.done for r in self.ranks):
+            check_deadlock(self.program)
+            raise ProgramError("invalid program: the simulation stopped before its end")
+        return Timeline("predicted", self.program.devices, tuple(self.events), memory=self._memory())
+
+    def _push(self, time_s: float, what: Step | int, version: int = 0) -> None:
+        self.created += 1
+        heapq.heappush(self.heap, (time_s, self.created, what, version))
+
+    def _schedule(self, island: int) -> None:
+        end_s = self.cores[island].next_end_s()
+        if end_s is not None:
+            self._push(end_s, island, self.cores[island].version)
+
+    def _proceed(self, rank: int, now_s: float) -> None:
+        """Executes a rank's instructions until it computes, waits, or is through."""
+        state, stream = self.ranks[rank], self.ready.streams[rank]
+        while state.at < len(stream):
+            step = stream[state.at]
+            kind = step.instruction.kind
+            if kind is Kind.FORWARD or kind is Kind.BACKWARD:
+                key = (kind, step.instruction.index, rank)
+                if self.ready.missing.get(key):
+                    state.waits_for, state.stalled_s = key, now_s
+                    return
+                state.at += 1
+                if self._compute(rank, key, self.ready.work_s[key], now_s):
+                    return
+                continue
+            state.at += 1
+            step.arrived += 1
+            last = step.arrived == len(step.ranks)
+            if kind is Kind.EXCHANGE:
+                state.waits_for, state.stalled_s = _EXCHANGE, now_s
+                if last:
+                    self._push(now_s + step.seconds, step)
+                    self._meet(step, now_s)
+                return
+            state.outstanding += 1
+            if last:
+                self._transmit(step, now_s)
+        self._wind_up(rank, now_s)
+
+    def _wind_up(self, rank: int, now_s: float) -> None:
+        """After the last instruction: wait for what is under way, then the optimizer."""
+        state = self.ranks[rank]
+        if state.outstanding:
+            state.waits_for, state.stalled_s = _END, now_s
+            return
+        work_s = 0.0
+        if self.ready.passed_back:
+            work_s = self.costs.optimizer_s(self.costs.trainable_bytes(self.held[rank]))
+        if not self._compute(rank, (Kind.EXCHANGE, _OPTIMIZER, rank), work_s, now_s):
+            state.done = True
+
+    def _compute(self, rank: int, key: Key, work_s: float, now_s: float) -> bool:
+        """Starts computing; False where there is nothing to do."""
+        kind, run, _ = key
+        if kind is Kind.FORWARD:
+            self._remember(rank, now_s, self.ready.kept_bytes[run, rank])
+        if work_s <= 0:
+            self._release(rank, key, now_s)
+            return False
+        state = self.ranks[rank]
+        state.computing, state.started_s = key, now_s
+        island = self.island[rank]
+        self.cores[island].add(now_s, rank, work_s)
+        self._schedule(island)
+        return True
+
+    def _end_of_computing(self, rank: int, now_s: float) -> None:
+        state = self.ranks[rank]
+        assert state.computing is not None
+        kind, index, _ = key = state.computing
+        state.computing = None
+        if index == _OPTIMIZER:
+            self._event(rank, state.started_s, now_s, "", "optimizer", Category.OPTIMIZER)
+            state.done = True
+            return
+        run = self.program.runs[index]
+        category = Category.FORWARD if kind is Kind.FORWARD else Category.BACKWARD
+        self._event(rank, state.started_s, now_s, f"{kind}{index}", run.label, category, run.task)
+        self._release(rank, key, now_s)
+        self._proceed(rank, now_s)
+
+    def _release(self, rank: int, key: Key, now_s: float) -> None:
+        """Frees a run's activations after its backward, or its forward where there is no backward."""
+        kind, run, _ = key
+        if kind is Kind.BACKWARD or (kind is Kind.FORWARD and run not in self.ready.passed_back):
+            self._remember(rank, now_s, -self.ready.kept_bytes[run, rank])
+
+    def _transmit(self, step: Step, now_s: float) -> None:
+        """All have posted: the message or sum takes its links when they are free."""
+        if step.instruction.kind is Kind.REDUCE:
+            senders = receivers = step.ranks
+        else:
+            senders, receivers = step.ranks[:1], step.ranks[1:]
+        start_s = max(now_s, max(map(self.out_of_s.__getitem__, senders)))
+        start_s = max(start_s, max(map(self.into_s.__getitem__, receivers)))
+        end_s = start_s + step.seconds
+        for r in senders:
+            self.out_of_s[r] = end_s
+        for r in receivers:
+            self.into_s[r] = end_s
+        label, category, task = self._talk(step)
+        for rank in step.ranks:
+            self._event(rank, start_s, end_s, step.text, label, category, task)
+        self._push(end_s, step)
+
+    def _talk(self, step: Step) -> tuple[str, Category, str]:
+        i, runs = step.instruction, self.program.runs
+        if i.kind is Kind.REDUCE:
+            bucket = self.program.buckets[i.index]
+            tasks = {runs[r].task for r in bucket.runs}
+            label = f"gradients of {len(bucket.parameters)} parameters"
+            return label, Category.SYNC, tasks.pop() if len(tasks) == 1 else ""
+        edge = self.program.edges[i.index]
+        value = edge.value if i.kind is Kind.ACTIVATION else f"gradient of {edge.value}"
+        return f"{value}, {step.ranks[0]} to {step.ranks[1]}", Category.TRANSFER, runs[edge.source].task
+
+    def _end_of_step(self, step: Step, now_s: float) -> None:
+        if step.instruction.kind is Kind.EXCHANGE:
+            for rank in step.ranks:
+                self.ranks[rank].waits_for = None
+            for rank in step.ranks:
+                self._proceed(rank, now_s)
+            return
+        feeds = step.feeds
+        if feeds is not None:
+            self.ready.missing[feeds] -= 1
+        for rank in step.ranks:
+            state = self.ranks[rank]
+            state.outstanding -= 1
+            if state.waits_for == _END:
+                ended = state.outstanding == 0
+            else:
+                ended = (
+                    state.waits_for is not None and state.waits_for == feeds and not self.ready.missing[feeds]
+                )
+            if ended:
+                self._resume(rank, now_s)
+
+    def _resume(self, rank: int, now_s: float) -> None:
+        state = self.ranks[rank]
+        key, state.waits_for = state.waits_for, None
+        if isinstance(key, tuple):
+            run = self.program.runs[key[1]]
+            text = f"{key[0]}{key[1]}"
+            self._event(rank, state.stalled_s, now_s, text, f"inputs of {run.label}", Category.WAIT, run.task)
+        else:
+            self._event(rank, state.stalled_s, now_s, "", "messages and gradients", Category.WAIT)
+        self._proceed(rank, now_s)
+
+    def _meet(self, step: Step, now_s: float) -> None:
+        """All ranks are at the exchange: they waited for the last, and now exchange."""
+        label = "losses and logged values"
+        for rank in step.ranks:
+            self._event(rank, self.ranks[rank].stalled_s, now_s, step.text, label, Category.WAIT)
+            self._event(rank, now_s, now_s + step.seconds, step.text, label, Category.SYNC)
+
+    def _event(
+        self,
+        rank: int,
+        start_s: float,
+        end_s: float,
+        text: str,
+        label: str,
+        category: Category,
+        task: str = "",
+    ) -> None:
+        if end_s > start_s:
+            self.events.append(Event(rank, start_s, end_s, text, label, category, task))
+
+    def _remember(self, rank: int, now_s: float, change: float) -> None:
+        if change:
+            self.changes[rank].append((now_s, change))
+
+    def _memory(self) -> tuple[MemorySample, ...]:
+        samples: list[MemorySample] = []
+        for rank, changes in enumerate(self.changes):
+            held = self.costs.held_bytes(self.held[rank])
+            at_s = 0.0
+            for time_s, change in changes:
+                if time_s > at_s:
+                    samples.append(MemorySample(rank, at_s, round(held)))
+                held, at_s = held + change, time_s
+            samples.append(MemorySample(rank, at_s, round(held)))
+        return tuple(samples)
