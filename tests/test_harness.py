@@ -90,11 +90,17 @@ def test_ranks_that_hang_fail_with_their_stacks() -> None:
     assert [outcome.hung for outcome in caught.value.outcomes] == [True, False]
 
 
-def test_watching_lets_the_peers_notice() -> None:
+@pytest.mark.parametrize("moment", ["at once", "while they wait"])
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+def test_watching_lets_the_peers_notice(moment: str, call: str) -> None:
     def body(rank: int, size: int) -> None:
         if rank == 0:
+            time.sleep(0.5 if moment == "while they wait" else 0.0)
             raise RuntimeError("first")
-        dist.recv(torch.zeros(1), src=0)
+        if call == "recv":
+            dist.recv(torch.zeros(1), src=0)
+        else:
+            dist.all_reduce(torch.zeros(1))
 
     outcomes = watch_ranks(body, 2, timeout_s=30.0)
     assert outcomes[0].error == "RuntimeError('first')"

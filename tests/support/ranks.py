@@ -278,12 +278,13 @@ def _stack_of(process: BaseProcess, file: Path) -> str:
     """Where a rank that does not end stands now, as far as it will say."""
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGUSR1)
-    limit = time.monotonic() + 1.0
+    seen, limit = 0, time.monotonic() + 1.0
     while time.monotonic() < limit and process.is_alive():
-        if file.exists() and file.stat().st_size:
-            time.sleep(0.05)
+        time.sleep(0.05)
+        size = file.stat().st_size if file.exists() else 0
+        if size and size == seen:  # written to its end
             return file.read_text()
-        time.sleep(0.02)
+        seen = size
     return "(no stack: stopped, or inside a call that takes no signals)"
 
 
@@ -300,7 +301,7 @@ def _environment(world_size: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "tests",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCH_GLOO_LAZY_INIT": "1",
+        "TORCH_GLOO_LAZY_INIT": "0",  # docs/decisions/0001-eager-gloo-connections.md
         "OMP_NUM_THREADS": "1",
     }
 
