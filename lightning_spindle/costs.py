@@ -38,8 +38,10 @@ class Costs(ABC):
         values, parameters = self.graph.value_map(), self.graph.parameter_map()
         trainable = {p.name for p in self.graph.parameters if p.trainable}
         carrying = self.graph.gradient_values(trainable)
+        leading = self.graph.loss_operators()
         products = {
-            o.name: bool(trainable.intersection(o.parameters)) + bool(carrying.intersection(o.inputs))
+            o.name: (bool(trainable.intersection(o.parameters)) + bool(carrying.intersection(o.inputs)))
+            * (o.name in leading)
             for o in self.graph.operators
         }
         object.__setattr__(self, "_operators", self.graph.operator_map())

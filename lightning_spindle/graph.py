@@ -161,6 +161,21 @@ class OperatorGraph:
             for o in self.operators
         }
 
+    def loss_operators(self) -> frozenset[str]:
+        """Operators that a loss depends on; all of them where the graph names no loss.
+
+        Nothing flows back through the others (metrics, logged figures).
+        """
+        wanted = {r.value for r in self.results if r.is_loss}
+        if not wanted:
+            return frozenset(o.name for o in self.operators)
+        leading: set[str] = set()
+        for o in reversed(self.operators):
+            if wanted.intersection(o.outputs):
+                leading.add(o.name)
+                wanted.update(o.inputs)
+        return frozenset(leading)
+
     def gradient_values(self, trainable: Iterable[str]) -> frozenset[str]:
         """Values through which a gradient must flow back, given the trainable parameters.
 

@@ -255,6 +255,20 @@ def follow(
     )
 
 
+def spread(graph: OperatorGraph, devices: int) -> tuple[ProgramRun, ...]:
+    """Every operator on all devices, one that couples samples on the first: data parallelism."""
+    everyone = tuple(range(devices))
+    return _in_order(
+        [
+            ProgramRun(
+                i, o.name, o.task, (o.name,), everyone[:1] if o.layout is Layout.WHOLE else everyone, o.layout
+            )
+            for i, o in enumerate(graph.operators)
+        ],
+        graph,
+    )
+
+
 def holders(placements: Iterable[tuple[Sequence[ProgramRun], OperatorGraph]]) -> dict[str, tuple[int, ...]]:
     """Parameter name to the sorted devices that run an operator which uses it, over all steps."""
     found: dict[str, set[int]] = {}
@@ -282,9 +296,13 @@ def lower(
         runs: in an order in which they can execute (``place_plan``, ``follow``).
         held: parameter to holders over all steps; gradients are summed over them.
         trainable: parameters that get gradients; None for a forward-only program.
+
+    Raises:
+        ValueError: gradients would flow through an operator that runs on every rank.
     """
     trains = frozenset(trainable or ())
     gradients = graph.gradient_values(trains) if trainable is not None else frozenset()
+    _check_everywhere(graph, trains, gradients)
     edges = _edges(runs, graph, gradients)
     order = _forward_order(runs, edges)
     order.append(Instruction(Kind.EXCHANGE))
@@ -294,6 +312,20 @@ def lower(
         buckets = _buckets(used, held, graph, bucket_bytes)
         order += _backward_order(runs, edges, buckets)
     return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))
+
+
+def _check_everywhere(graph: OperatorGraph, trains: frozenset[str], gradients: frozenset[str]) -> None:
+    """Each rank would add the whole gradient of such an operator: refused, never summed n times."""
+    if not any(r.is_loss for r in graph.results):
+        return
+    leading = graph.loss_operators()
+    for o in graph.operators:
+        passes = trains.intersection(o.parameters) or gradients.intersection(o.inputs)
+        if o.layout is Layout.EVERYWHERE and o.name in leading and passes:
+            raise ValueError(
+                f"invalid graph: {o.name} of task {o.task} runs on every rank, but a loss needs its "
+                f"gradient; it must be split or run whole"
+            )
 
 
 def _in_order(runs: Sequence[ProgramRun], graph: OperatorGraph) -> tuple[ProgramRun, ...]:
@@ -323,17 +355,19 @@ def _in_order(runs: Sequence[ProgramRun], graph: OperatorGraph) -> tuple[Program
 
 
 def _edges(runs: Sequence[ProgramRun], graph: OperatorGraph, gradients: frozenset[str]) -> tuple[Edge, ...]:
-    operators = graph.operator_map()
+    """What goes between runs; a gradient comes back where a consumer leads to a loss."""
+    operators, leading = graph.operator_map(), graph.loss_operators()
     giver = {name: run.index for run in runs for op in run.operators for name in operators[op].outputs}
-    found: dict[tuple[int, int, str], None] = {}
+    found: dict[tuple[int, int, str], bool] = {}
     for run in runs:
         for op in run.operators:
             for value in operators[op].inputs:
                 if giver[value] != run.index:
-                    found[(giver[value], run.index, value)] = None
+                    key = (giver[value], run.index, value)
+                    found[key] = found.get(key, False) or (op in leading and value in gradients)
     return tuple(
-        Edge(i, value, source, target, value in gradients)
-        for i, (source, target, value) in enumerate(sorted(found))
+        Edge(i, value, source, target, gradient)
+        for i, ((source, target, value), gradient) in enumerate(sorted(found.items()))
     )
 
 
