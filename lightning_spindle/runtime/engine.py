@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_spindle.capture.layout import take_rows
-from lightning_spindle.capture.pieces import BatchLayout, BatchIndex, Capture, LeafRef, ValueRef
+from lightning_spindle.capture.pieces import BatchLayout, Capture, LeafRef, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
 from lightning_spindle.runtime.gradients import PendingBucket, reduce_bucket

@@ -1,0 +1,164 @@
+"""Batches between Lightning and the engine: examples for capture, and each step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils import _pytree as pytree
+
+from lightning_spindle.capture import batch_layout
+from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.runtime.engine import TaskBatch
+from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
+from lightning_spindle.runtime.session import TRAIN, Session, StepExample
+
+# A task that overrides one of these sees its batches, so that every rank must have them.
+_BATCH_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+)
+
+
+def examples(trainer: Any, strategy: Any) -> dict[str, StepExample]:
+    """Example batches, on the device, of each step that this run of the Trainer executes.
+
+    Loaders are requested from the user anew, so that the run's own are untouched.
+
+    Raises:
+        ValueError: a task has no usable batch; names it.
+    """
+    found: dict[str, StepExample] = {}
+    for step, loop in _steps(trainer).items():
+        source = loop._data_source
+        if not source.is_defined():
+            continue
+        combined = _request_dataloader(source)
+        if step != TRAIN and isinstance(combined, list) and not combined:
+            continue
+        overriding = tasks_with(trainer.lightning_module, step)
+        found[step] = _example(trainer, strategy, step, combined, overriding)
+    return found
+
+
+def _steps(trainer: Any) -> dict[str, Any]:
+    """Steps of the current run by name, with the loop that executes each."""
+    match trainer.state.fn:
+        case TrainerFn.FITTING:
+            steps = {TRAIN: trainer.fit_loop}
+            if trainer.limit_val_batches != 0 and tasks_with(trainer.lightning_module, "validation_step"):
+                steps["validation_step"] = trainer.fit_loop.epoch_loop.val_loop
+            return steps
+        case TrainerFn.VALIDATING:
+            return {"validation_step": trainer.validate_loop}
+        case TrainerFn.TESTING:
+            return {"test_step": trainer.test_loop}
+        case _:
+            raise NotImplementedError("SpindleStrategy fits, validates and tests; it does not predict yet")
+
+
+def tasks_with(model: Any, step: str) -> set[str]:
+    """Tasks that have the step."""
+    return {
+        name
+        for name, task in model.tasks.items()
+        if step == TRAIN or is_overridden(step, task, LightningModule)
+    }
+
+
+def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iterable[str]) -> StepExample:
+    loaders = named_loaders(combined)
+    _require_known(loaders, trainer.lightning_module.tasks)
+    batches: dict[str, Any] = {}
+    layouts: dict[str, BatchLayout] = {}
+    for task in sorted(set(wanted) & loaders.keys(), key=list(trainer.lightning_module.tasks).index):
+        try:
+            given = example(loaders[task])
+            layouts[task] = batch_layout(given.batch, given.collate, given.samples)
+        except ValueError as e:
+            raise ValueError(f"task {task}, {step}: {e}") from e
+        batches[task] = given.batch
+    batches = trainer.precision_plugin.convert_input(batches)
+    batches = trainer.lightning_module._on_before_batch_transfer(batches, dataloader_idx=0)
+    return StepExample(strategy.batch_to_device(batches, dataloader_idx=0), layouts)
+
+
+def _require_known(given: Mapping[str, Any], tasks: Iterable[str]) -> None:
+    unknown = sorted(set(given) - set(tasks))
+    if unknown:
+        raise ValueError(
+            f"batches come with keys {unknown}, which no task has; the tasks are {sorted(tasks)}"
+        )
+
+
+def task_batches(
+    batch: Any, layouts: Mapping[str, BatchLayout], tasks: Iterable[str]
+) -> dict[str, TaskBatch]:
+    """The step's batches as the engine takes them; idle tasks are left out.
+
+    Raises:
+        ValueError: a key that no task has; a batch of another structure than the example's.
+    """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a dict {{task: batch}}, not a {type(batch).__name__}")
+    _require_known(batch, tasks)
+    found: dict[str, TaskBatch] = {}
+    for task, layout in layouts.items():
+        own = batch.get(task)
+        if own is None:
+            continue
+        if isinstance(own, RowsOnly):
+            found[task] = TaskBatch(own.rows, None)
+            continue
+        leaves, spec = pytree.tree_flatten(own)
+        if spec != layout.spec:
+            raise ValueError(
+                f"task {task}: this batch is built as {spec}, the example that was captured as {layout.spec}"
+            )
+        try:
+            found[task] = TaskBatch(layout.rows(leaves), leaves)
+        except ValueError as e:
+            raise ValueError(f"task {task}: {e}") from e
+    return found
+
+
+def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
+    """Whether this rank needs the samples of a loader.
+
+    It does where it runs an operator of the loader's task, where user code sees batches, and
+    where the loader's place among the tasks is not known.
+    """
+    if _batches_are_seen(trainer):
+        return True
+    for step, loop in _steps(trainer).items():
+        combined = loop._combined_loader
+        if combined is None or not isinstance(combined.iterables, Mapping):
+            continue
+        for task, candidate in combined.iterables.items():
+            if candidate is loader:
+                return step in session.steps and task in session.steps[step].engine.tasks
+    return True
+
+
+def _batches_are_seen(trainer: Any) -> bool:
+    model = trainer.lightning_module
+    if any(
+        is_overridden(hook, task, LightningModule) for task in model.tasks.values() for hook in _BATCH_HOOKS
+    ):
+        return True
+    datamodules = getattr(trainer.datamodule, "datamodules", {})
+    sources = (
+        [*datamodules.values()] if datamodules else [trainer.datamodule] * (trainer.datamodule is not None)
+    )
+    return any(is_overridden(hook, source) for source in sources for hook in _BATCH_HOOKS[:3])

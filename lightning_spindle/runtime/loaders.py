@@ -1,0 +1,134 @@
+"""Task batches on ranks: what each rank loads, and an example of it for capture.
+
+Every rank draws the same batches in the same order: samplers and loader seeds advance on
+each, but only ranks that run an operator of a task read and collate its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOnly:
+    """What a rank that runs nothing of a task gets for its batch: how many rows there are."""
+
+    rows: int
+
+
+class TaskLoader:
+    """A task's loader as this rank uses it; everything but iterating is the loader's own.
+
+    Args:
+        loader: what the user gave.
+        needed: whether this rank needs the samples; asked when an epoch begins.
+    """
+
+    def __init__(self, loader: Any, needed: Callable[[TaskLoader], bool]) -> None:
+        self.loader = loader
+        self._needed = needed
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._needed(self) or not _countable(self.loader):
+            return iter(self.loader)
+        return _RowCounter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class _RowCounter:
+    """Iterates over a loader's batches as rows, drawing from generators as the loader would."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        # DataLoader draws its base seed when the iterator is made; with workers it also asks
+        # the sampler for the first batches then, without at the first next.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._indices = iter(loader.batch_sampler)  # type: ignore[arg-type]
+        self._ahead: list[int] = []
+        for _ in range(loader.num_workers * (loader.prefetch_factor or 0)):
+            self._pull()
+
+    def __iter__(self) -> _RowCounter:
+        return self
+
+    def __next__(self) -> RowsOnly:
+        self._pull()
+        if not self._ahead:
+            raise StopIteration
+        return RowsOnly(self._ahead.pop(0))
+
+    def _pull(self) -> None:
+        batch = next(self._indices, None)
+        if batch is not None:
+            self._ahead.append(len(batch))
+
+
+def _countable(loader: Any) -> bool:
+    """Whether the rows of each batch are known without reading it."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example batch, with what it was collated from where the loader tells."""
+
+    batch: Any
+    samples: list[Any] | None
+    collate: Callable[[list[Any]], Any] | None
+
+
+def example(loader: Any) -> Example:
+    """An example batch of a loader, the same on every rank, without moving its sampler.
+
+    Samples are spread over the dataset, so that one sorted by class gives several classes.
+    Call it where random state is put back afterwards.
+
+    Raises:
+        ValueError: the loader has no samples.
+    """
+    if not _countable(loader):
+        batch = next(iter(loader), None)
+        if batch is None:
+            raise ValueError("its loader gives no batch")
+        return Example(batch, None, None)
+    dataset = loader.dataset
+    rows = min(_batch_size(loader), len(dataset))
+    if rows == 0:
+        raise ValueError("its dataset has no samples")
+    samples = [dataset[i * len(dataset) // rows] for i in range(rows)]
+    return Example(loader.collate_fn(samples), samples, loader.collate_fn)
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
+
+
+def named_loaders(combined: Any) -> Mapping[str, Any]:
+    """Task to loader of a CombinedLoader over a dict (or of such a dict).
+
+    Raises:
+        ValueError: the loaders have no task names.
+    """
+    iterables = getattr(combined, "iterables", combined)
+    if not isinstance(iterables, Mapping):
+        raise ValueError(
+            f"loaders come as a {type(iterables).__name__}; Spindle needs a dict {{task: loader}}, "
+            f"or a MultiTaskDataModule"
+        )
+    return iterables

@@ -1,0 +1,106 @@
+"""Small objects between ranks, and proof that ranks agree. All functions are collective."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_spindle.runtime.transport import Transport
+
+
+def broadcast_object(obj: Any, transport: Transport, device: torch.device, source: int = 0) -> Any:
+    """``obj`` of rank ``source`` on every rank (tensors in it come on the CPU)."""
+    if transport.size == 1:
+        return obj
+    everyone = tuple(range(transport.size))
+    data = _pack(obj) if transport.rank == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    transport.broadcast(size, source, everyone).wait()
+    buffer = data.to(device) if transport.rank == source else _buffer(size, device)
+    transport.broadcast(buffer, source, everyone).wait()
+    return obj if transport.rank == source else _unpack(buffer)
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], transport: Transport, source: int = 0, chunk_bytes: int = 25 * 2**20
+) -> None:
+    """Overwrites ``tensors`` with those of rank ``source``, many in one call, on every rank."""
+    if transport.size == 1:
+        return
+    everyone = tuple(range(transport.size))
+    for chunk in _chunks(tensors, chunk_bytes):
+        flat = torch.cat([t.detach().reshape(-1) for t in chunk])
+        transport.broadcast(flat, source, everyone).wait()
+        at = 0
+        for t in chunk:
+            t.detach().copy_(flat[at : at + t.numel()].view(t.shape))
+            at += t.numel()
+
+
+def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype each, up to ``chunk_bytes`` (a larger tensor goes alone)."""
+    filling: dict[torch.dtype, list[torch.Tensor]] = {}
+    chunks: list[list[torch.Tensor]] = []
+    for t in tensors:
+        chunk = filling.setdefault(t.dtype, [])
+        if chunk and sum(c.nbytes for c in chunk) + t.nbytes > chunk_bytes:
+            chunks.append(chunk)
+            filling[t.dtype] = chunk = []
+        chunk.append(t)
+    return chunks + list(filling.values())
+
+
+def gather_objects(obj: Any, transport: Transport, device: torch.device, tag: int = 0) -> list[Any] | None:
+    """Every rank's object on rank 0, in order of ranks; None on the others."""
+    if transport.rank != 0:
+        data = _pack(obj).to(device)
+        transport.send(torch.tensor([data.numel()], dtype=torch.int64, device=device), 0, tag).wait()
+        transport.send(data, 0, tag).wait()
+        return None
+    found = [obj]
+    for rank in range(1, transport.size):
+        size = torch.empty(1, dtype=torch.int64, device=device)
+        transport.receive(size, rank, tag).wait()
+        buffer = _buffer(size, device)
+        transport.receive(buffer, rank, tag).wait()
+        found.append(_unpack(buffer))
+    return found
+
+
+def require_agreement(what: str, text: str, transport: Transport, device: torch.device) -> None:
+    """Returns where ``text`` is the same on all ranks.
+
+    Raises:
+        ValueError: on every rank, naming those that differ from rank 0.
+    """
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    table = torch.zeros(transport.size, dtype=torch.int64, device=device)
+    table[transport.rank] = digest
+    transport.all_reduce(table, tuple(range(transport.size))).wait()
+    digests = table.tolist()
+    different = [rank for rank, d in enumerate(digests) if d != digests[0]]
+    if different:
+        raise ValueError(
+            f"{what} differs between ranks: ranks {different} do not have rank 0's. Every rank must build the "
+            f"same model, data and plan; look for code that depends on the rank, on unseeded randomness or on "
+            f"the order of a set"
+        )
+
+
+def _pack(obj: Any) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(buffer: torch.Tensor) -> Any:
+    # Written by our own ranks, so that it need not be restricted to weights.
+    return torch.load(io.BytesIO(buffer.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
+
+
+def _buffer(size: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(int(size.item()), dtype=torch.uint8, device=device)

@@ -1,0 +1,66 @@
+"""A step's results and logged values, given to Lightning on every rank as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import LightningModule
+from torchmetrics import Metric
+
+from lightning_spindle.capture.pieces import Capture
+from lightning_spindle.runtime.engine import Iteration
+
+
+def task_losses(iteration: Iteration) -> dict[str, torch.Tensor]:
+    """Task to its loss on the whole batch, in the order of the tasks; idle tasks are absent."""
+    dtype = torch.get_default_dtype()
+    return {r.task: torch.as_tensor(v).to(dtype) for r, v in iteration.results.items() if r.is_loss}
+
+
+def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration) -> None:
+    """Repeats the step's ``self.log`` calls, with values that are already global.
+
+    The same keys in the same order on every rank, weighted by the task's rows; nothing is
+    left to reduce.
+    """
+    values = {(r.task, r.key): v for r, v in iteration.results.items()}
+    dtype = torch.get_default_dtype()
+    for call in captured.logs:
+        batch = iteration.batches.get(call.task)
+        if batch is None or batch.rows == 0:
+            continue
+        options = dict(call.kwargs)
+        options.update(sync_dist=False, batch_size=options.get("batch_size") or batch.rows)
+        options.pop("sync_dist_group", None)
+        options.pop("metric_attribute", None)
+        key = f"{call.task}/{call.key}"
+        if call.metric is not None:
+            model.log(key, model.get_submodule(call.metric), **options)
+        elif (call.task, f"log:{call.key}") in values:
+            value = values[(call.task, f"log:{call.key}")]
+            model.log(key, torch.as_tensor(value).to(dtype), **options)
+
+
+def _never() -> bool:
+    return False
+
+
+def keep_metrics_local(model: LightningModule) -> dict[str, object]:
+    """Stops torchmetrics from synchronising: every rank has the whole state already.
+
+    Returns:
+        What ``restore_metrics`` needs to undo it.
+    """
+    before: dict[str, object] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Metric):
+            before[name] = module.distributed_available_fn
+            module.distributed_available_fn = _never
+    return before
+
+
+def restore_metrics(model: LightningModule, before: Mapping[str, object]) -> None:
+    """Undoes ``keep_metrics_local``."""
+    for name, function in before.items():
+        model.get_submodule(name).distributed_available_fn = function  # type: ignore[assignment]

@@ -1,0 +1,178 @@
+"""What a fit or a test runs on: captured steps, the plan, and an engine for each step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_spindle.capture import capture
+from lightning_spindle.capture.pieces import BatchLayout, Capture
+from lightning_spindle.graph import MetaGraph, OperatorGraph
+from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.planner.contraction import contract
+from lightning_spindle.program import Program, ProgramRun, follow, holders, lower, place_plan, spread
+from lightning_spindle.runtime.engine import Engine
+from lightning_spindle.runtime.objects import broadcast_object, broadcast_tensors, require_agreement
+from lightning_spindle.runtime.state import LocalisedModel
+from lightning_spindle.runtime.transport import ProcessGroupTransport, Transport
+from lightning_spindle.simulate import check_deadlock
+
+TRAIN = "training_step"
+
+
+@dataclass(frozen=True, slots=True)
+class StepExample:
+    """Example batches of a step on the device, by task, and how each is taken apart."""
+
+    batches: Mapping[str, Any]
+    layouts: Mapping[str, BatchLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that this rank can run."""
+
+    capture: Capture
+    program: Program
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything built for a model: ``plan`` is None where nothing is trained."""
+
+    plan: ExecutionPlan | None
+    metagraph: MetaGraph | None
+    state: LocalisedModel
+    steps: Mapping[str, Step]
+
+
+Planning = Callable[[Capture, MetaGraph, Mapping[str, Any]], ExecutionPlan]
+"""Gives rank 0's plan for a captured training step; called on every rank."""
+
+
+def build_session(
+    model: nn.Module,
+    examples: Mapping[str, StepExample],
+    transport: Transport,
+    device: torch.device,
+    planning: Planning,
+    *,
+    operators: tuple[type[nn.Module], ...] = (),
+    seed: int = 0,
+) -> Session:
+    """Captures, plans, lowers and localises; a collective call.
+
+    Args:
+        examples: by step name; "training_step" decides the plan, the other steps follow it.
+
+    Raises:
+        ValueError: ranks do not have the same model, graph or plan; the plan does not fit.
+    """
+    require_agreement("the model", _outline(model), transport, device)
+    broadcast_tensors([*model.parameters(), *model.buffers()], transport)
+    captures = {
+        step: capture(model, step, example.batches, example.layouts, operators=operators)
+        for step, example in examples.items()
+    }
+    require_agreement("the captured graph", repr([c.graph for c in captures.values()]), transport, device)
+    trained = captures.get(TRAIN)
+    plan, metagraph = None, None
+    if trained is not None:
+        metagraph = contract(trained.graph)
+        plan = planning(trained, metagraph, examples[TRAIN].batches)
+        require_agreement("the plan", plan.to_json(), transport, device)
+        _require_fit(plan, metagraph, transport.size)
+    placed = _place(captures, plan, metagraph, transport.size)
+    held = holders([(placed[step], captures[step].graph) for step in captures])
+    programs = {
+        step: lower(
+            placed[step],
+            captures[step].graph,
+            transport.size,
+            held,
+            trainable=_trainable(model) if step == TRAIN else None,
+        )
+        for step in captures
+    }
+    for program in programs.values():
+        check_deadlock(program)
+    written = _written_buffers(model, trained.graph, placed[TRAIN]) if trained is not None else {}
+    if isinstance(transport, ProcessGroupTransport):
+        transport.prepare(group for program in programs.values() for group in program.groups())
+    state = LocalisedModel(model, held, written, transport, device)
+    mine = {n: p for n, p in model.named_parameters() if state.holds(n)}
+    steps = {
+        step: Step(c, programs[step], _engine(programs[step], c, mine, transport, device, seed))
+        for step, c in captures.items()
+    }
+    return Session(plan, metagraph, state, steps)
+
+
+def _engine(
+    program: Program,
+    captured: Capture,
+    parameters: Mapping[str, nn.Parameter],
+    transport: Transport,
+    device: torch.device,
+    seed: int,
+) -> Engine:
+    mine = [name for run in program.runs if transport.rank in run.devices for name in run.operators]
+    callables = {name: captured.pieces[name].build() for name in mine}
+    return Engine(program, captured, callables, parameters, transport, device, seed=seed)
+
+
+def _place(
+    captures: Mapping[str, Capture], plan: ExecutionPlan | None, metagraph: MetaGraph | None, devices: int
+) -> dict[str, Sequence[ProgramRun]]:
+    """The training step by the plan, other steps where its parameters lie, else over all devices."""
+    if plan is None or metagraph is None:
+        return {step: spread(c.graph, devices) for step, c in captures.items()}
+    trained = captures[TRAIN].graph
+    runs = place_plan(plan, metagraph, trained)
+    return {
+        step: runs if step == TRAIN else follow(runs, devices, trained, c.graph)
+        for step, c in captures.items()
+    }
+
+
+def _require_fit(plan: ExecutionPlan, metagraph: MetaGraph, devices: int) -> None:
+    if plan.devices != devices:
+        raise ValueError(f"invalid plan: it is for {plan.devices} devices, there are {devices}")
+    plan.validate(metagraph)
+
+
+def shared_plan(plan: ExecutionPlan | None, transport: Transport, device: torch.device) -> ExecutionPlan:
+    """Rank 0's plan on every rank, so that noise in measurements cannot give two plans."""
+    text = broadcast_object(None if plan is None else plan.to_json(), transport, device)
+    return ExecutionPlan.from_json(text)
+
+
+def _trainable(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _written_buffers(model: nn.Module, graph: OperatorGraph, runs: Sequence[ProgramRun]) -> dict[str, int]:
+    """Buffer to the rank whose operators write it (their pin names the module)."""
+    devices = {name: run.devices[0] for run in runs for name in run.operators}
+    written: dict[str, int] = {}
+    for operator in graph.operators:
+        if operator.pin is not None:
+            prefix = operator.pin.removeprefix("buffers:") + "."
+            names = [n for n, _ in model.named_buffers() if n.startswith(prefix)]
+            written.update(dict.fromkeys(names, devices[operator.name]))
+    return written
+
+
+def _outline(model: nn.Module) -> str:
+    """Names, shapes and dtypes of all parameters and buffers; the values are broadcast."""
+    lines = [
+        f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,181 @@
+"""Localisation (paper, 3.6 step 1): each rank keeps the parameters that it uses.
+
+The other parameters become meta tensors in place: the Parameter objects stay the same, so
+that ties, optimizer groups and the user's own references hold, while reading a value that
+is not here raises instead of giving a wrong number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_spindle.runtime.objects import broadcast_tensors, gather_objects
+from lightning_spindle.runtime.transport import Transport
+
+_STATE_TAG = 0
+
+
+class LocalisedModel:
+    """A model of which each rank holds a part.
+
+    Args:
+        model: complete and equal on all ranks.
+        held: parameter to the ranks that hold it; a parameter not named stays on all.
+        written: buffer to the one rank whose operators write it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Mapping[str, tuple[int, ...]],
+        written: Mapping[str, int],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._transport = transport
+        self._device = device
+        self._written = dict(sorted(written.items()))
+        everyone = tuple(range(transport.size))
+        self._held = {name: held.get(name, everyone) for name, _ in model.named_parameters()}
+        self._complete = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has every parameter."""
+        return self._complete
+
+    def owner(self, name: str) -> int:
+        """The rank whose copy of a parameter is saved."""
+        return self._held[name][0]
+
+    def holds(self, name: str) -> bool:
+        return self._transport.rank in self._held[name]
+
+    def localise(self) -> None:
+        """Drops what this rank does not hold; gradients go with it."""
+        for name, parameter in self._model.named_parameters():
+            if not self.holds(name):
+                parameter.grad = None
+                _swap(parameter, torch.empty_like(parameter, device="meta"))
+        self._complete = False
+
+    def consolidate(self) -> None:
+        """Completes the model on every rank (collective)."""
+        if self._complete:
+            return
+        everyone = tuple(range(self._transport.size))
+        parted = {n: p for n, p in self._model.named_parameters() if self._held[n] != everyone}
+        full = {n: p.detach() if self.holds(n) else self._empty(p) for n, p in parted.items()}
+        for owner in everyone:
+            tensors = [t for n, t in full.items() if self.owner(n) == owner]
+            broadcast_tensors(tensors, self._transport, owner)
+        for name, parameter in parted.items():
+            if not self.holds(name):
+                _swap(parameter, full[name])
+        self.share_buffers()
+        self._complete = True
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers that training wrote on one of them (collective)."""
+        buffers = dict(self._model.named_buffers())
+        for owner in sorted(set(self._written.values())):
+            names = [name for name, rank in self._written.items() if rank == owner]
+            broadcast_tensors([buffers[name] for name in names], self._transport, owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's own ``state_dict()`` of the complete model on rank 0, {} elsewhere (collective)."""
+        self.share_buffers()
+        if self._complete:
+            return self._model.state_dict() if self._transport.rank == 0 else {}
+        missing: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for name, parameter in self._model.named_parameters():
+            owner = self.owner(name)
+            if 0 in self._held[name]:
+                continue
+            if self._transport.rank == owner:
+                self._transport.send(parameter.detach().contiguous(), 0, _STATE_TAG).wait()
+            elif self._transport.rank == 0:
+                full = self._empty(parameter)
+                self._transport.receive(full, owner, _STATE_TAG).wait()
+                missing.append((parameter, full))
+        if self._transport.rank != 0:
+            return {}
+        with _lent(missing):
+            return self._model.state_dict()
+
+    def _empty(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+
+
+class LocalisedOptimizer:
+    """An optimizer built on the complete model, of which each rank steps its part.
+
+    The parameter groups stay, with the same options and in the same order, so that
+    schedulers go on driving them; only parameters that are not here leave them.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: LocalisedModel, names: Mapping[int, str]
+    ) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._options = [copy.copy(group.get("param_names")) for group in optimizer.param_groups]
+
+    def localise(self) -> None:
+        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+            kept = [self._model.holds(name) for name in names]
+            for parameter, keep in zip(group["params"], kept, strict=True):
+                if not keep:
+                    self._optimizer.state.pop(parameter, None)
+            group["params"][:] = [p for p, keep in zip(group["params"], kept, strict=True) if keep]
+            if "param_names" in group:
+                group["param_names"] = [n for n, keep in zip(group["param_names"], kept, strict=True) if keep]
+
+    def state_dict(self, transport: Transport, device: torch.device) -> dict[str, Any]:
+        """The state as one process has it, on rank 0; {} elsewhere (collective)."""
+        local = self._optimizer.state_dict()
+        held = [name for names in self._groups for name in names if self._model.holds(name)]
+        mine = {
+            name: local["state"][index]
+            for index, name in enumerate(held)
+            if index in local["state"] and self._model.owner(name) == transport.rank
+        }
+        parts = gather_objects(mine, transport, device)
+        if parts is None:
+            return {}
+        by_name = {name: state for part in parts for name, state in part.items()}
+        groups, state, at = [], {}, 0
+        for group, names, named in zip(local["param_groups"], self._groups, self._options, strict=True):
+            indices = list(range(at, at + len(names)))
+            at += len(names)
+            groups.append({**group, "params": indices} | ({} if named is None else {"param_names": named}))
+            state.update(
+                {i: by_name[name] for i, name in zip(indices, names, strict=True) if name in by_name}
+            )
+        return {**local, "state": state, "param_groups": groups}
+
+
+@contextmanager
+def _lent(missing: list[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+    """Inside, the parameters have the given values; afterwards they are meta again."""
+    for parameter, full in missing:
+        _swap(parameter, full)
+    try:
+        yield
+    finally:
+        for parameter, _ in missing:
+            _swap(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def _swap(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Replaces what a Parameter object stands for, keeping the object."""
+    replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, replacement)

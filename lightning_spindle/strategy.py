@@ -1,0 +1,376 @@
+"""``SpindleStrategy``: Lightning's hooks, mapped to the runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.planner import PLANNERS
+from lightning_spindle.runtime import checks, feeding, planning
+from lightning_spindle.runtime.loaders import TaskLoader
+from lightning_spindle.runtime.objects import broadcast_object
+from lightning_spindle.runtime.replay import keep_metrics_local, replay_logs, restore_metrics, task_losses
+from lightning_spindle.runtime.session import TRAIN, Session, Step, build_session
+from lightning_spindle.runtime.state import LocalisedOptimizer
+from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport, world_transport
+
+
+class SpindleStrategy(ParallelStrategy):
+    """Trains a multi-task model by an execution plan instead of by plain data parallelism.
+
+    Losses, gradients and logged values are those of one process on the same global batches:
+    every rank draws every task's whole batch, runs the operators that the plan gives it on
+    its rows, and sums gradients with the ranks that hold the same parameters.
+
+    Args:
+        planner: name of the planner ("spindle" is the paper's).
+        plan: a plan to use instead of planning, or the path of its JSON file.
+        operators: module classes to treat as one operator each, whatever is inside.
+        profile_budget_s: at most this long is spent on measuring operators before training.
+        timeout: limit of every wait for another rank.
+        process_group_backend: "gloo" on CPU and "nccl" on CUDA where None.
+
+    Raises:
+        ValueError: no planner has the name.
+    """
+
+    strategy_name = "spindle"
+
+    def __init__(
+        self,
+        planner: str = "spindle",
+        plan: ExecutionPlan | str | Path | None = None,
+        *,
+        operators: tuple[type[nn.Module], ...] = (),
+        profile_budget_s: float = 30.0,
+        timeout: timedelta = timedelta(minutes=10),
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if planner not in PLANNERS:
+            raise ValueError(f"no planner is called {planner!r}; there are {', '.join(sorted(PLANNERS))}")
+        self._planner = planner
+        self._given_plan = planning.load_plan(plan)
+        self._operators = operators
+        self._profile_budget_s = profile_budget_s
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self._num_nodes = 1
+        self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
+        self._session: Session | None = None
+        self._localised: dict[int, LocalisedOptimizer] = {}
+        self._metrics: Mapping[str, object] = {}
+        self._sync = True
+        self._root: torch.Tensor | None = None
+        self._iteration: Any = None
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """False for Lightning: it must neither shard samplers nor reduce logged values.
+
+        Every rank draws whole global batches, and values are global when they are logged.
+        """
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return
+        assert self.cluster_environment is not None
+        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        checks.require_world(dist.get_world_size(), self.world_size)
+        self._transport = world_transport(self._timeout)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(obj, self._transport, self.root_device, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+            return tensor
+        mean = str(reduce_op).lower() in ("mean", "avg")
+        # Integers must not be averaged in integers.
+        result = tensor.detach().clone().contiguous()
+        result = result.to(torch.get_default_dtype()) if mean and not result.is_floating_point() else result
+        op = dist.ReduceOp.SUM if mean or str(reduce_op).lower() == "sum" else reduce_op
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if mean else result
+
+    # -------------------------------------------------------------------- set-up
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        assert self.lightning_module is not None
+        checks.require_supported(trainer, self.lightning_module, self.world_size)
+        super().setup(trainer)
+        for optimizer in self.optimizers:
+            checks.require_separable(optimizer)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Wraps a task's loader so that only ranks that run the task read its samples."""
+        self._prepare()
+        return TaskLoader(dataloader, self._loads)
+
+    def _loads(self, loader: TaskLoader) -> bool:
+        assert self._session is not None
+        return feeding.loads(self.lightning_module.trainer, loader, self._session)
+
+    def _prepare(self) -> None:
+        """Builds the session once a run: loaders are there, no batch was drawn yet."""
+        if self._session is not None:
+            return
+        model = self.lightning_module
+        assert model is not None
+        trainer = model.trainer
+        states = broadcast_object(_collect_rng_states(include_cuda=False), self._transport, self.root_device)
+        _set_rng_states(states)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
+        with isolate_rng(), self.precision_plugin.forward_context():
+            examples = feeding.examples(trainer, self)
+            self._session = build_session(
+                model,
+                examples,
+                self._transport,
+                self.root_device,
+                planning.Planning(
+                    planner=self._planner,
+                    plan=self._given_plan,
+                    budget_s=self._profile_budget_s,
+                    transport=self._transport,
+                    device=self.root_device,
+                    num_nodes=self.num_nodes,
+                ),
+                operators=self._operators,
+                seed=seed,
+            )
+        self._localise()
+        self._metrics = keep_metrics_local(model)
+        if self._session.plan is not None and self.is_global_zero:
+            planning.announce(self._session)
+
+    def _localise(self) -> None:
+        assert self._session is not None
+        state = self._session.state
+        names = {id(p): n for n, p in self.lightning_module.named_parameters()}
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
+        for optimizer in self._localised.values():
+            optimizer.localise()
+        state.localise()
+
+    # --------------------------------------------------------------------- steps
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """All tasks' forwards; what it returns seeds the engine's backward."""
+        step, iteration = self._forward(
+            TRAIN, batch, args, kwargs, self.precision_plugin.train_step_context()
+        )
+        self._iteration = iteration
+        losses = task_losses(iteration)
+        replay_logs(self.lightning_module, step.capture, iteration)
+        if not losses:
+            self._root = None
+            return None
+        weights = self.lightning_module.weights
+        total = torch.stack([weights[task] * loss for task, loss in losses.items()]).sum()
+        self._root = total.detach().requires_grad_()
+        return {"loss": self._root, "tasks": {task: {"loss": loss} for task, loss in losses.items()}}
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "validation_step", batch, args, kwargs, self.precision_plugin.val_step_context()
+        )
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", batch, args, kwargs, self.precision_plugin.test_step_context())
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "SpindleStrategy does not predict yet: load the checkpoint under another strategy to predict"
+        )
+
+    def _evaluate(self, name: str, batch: Any, args: Any, kwargs: Any, context: Any) -> dict[str, Any]:
+        step, iteration = self._forward(name, batch, args, kwargs, context)
+        replay_logs(self.lightning_module, step.capture, iteration)
+        return {}
+
+    def _forward(
+        self, name: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any
+    ) -> tuple[Step, Any]:
+        assert self._session is not None
+        step = self._session.steps[name]
+        batches = feeding.task_batches(batch, step.capture.layouts, self.lightning_module.tasks)
+        batch_idx = kwargs.get("batch_idx", args[0] if args else 0)
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        if batch_idx == 0:
+            checks.require_same_data(batches, self._transport, self.root_device)
+        with context or nullcontext():
+            return step, step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The base method with the engine's backward and gradient sync where autograd's would end."""
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self._engine_backward()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _engine_backward(self) -> None:
+        assert self._session is not None and self._root is not None
+        seed = self._root.grad
+        if seed is None:
+            raise RuntimeError(
+                "the loss that training_step returned was not part of the backward; return it unchanged"
+            )
+        seeds = {task: weight * seed for task, weight in self.lightning_module.weights.items()}
+        self._session.steps[TRAIN].engine.backward(self._iteration, seeds, sync=self._sync)
+        self._root = self._iteration = None
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients only accumulate on each rank; they are summed at the window's end."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    # --------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._session is None:
+            return super().lightning_module_state_dict()
+        return self._session.state.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        localised = self._localised.get(id(plain))
+        if localised is None:
+            return super().optimizer_state(optimizer)
+        return localised.state_dict(self._transport, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._session is not None and self._session.plan is not None:
+            checkpoint["lightning_spindle"] = {"plan": self._session.plan.to_json()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @contextmanager
+    def full_model(self) -> Iterator[nn.Module]:
+        """Inside, this rank has all parameters with their current values.
+
+        Every rank must enter; changes made inside are kept by a parameter's holders.
+        """
+        if self._session is None:
+            yield self.lightning_module
+            return
+        self._session.state.consolidate()
+        try:
+            yield self.lightning_module
+        finally:
+            self._session.state.localise()
+
+    # ----------------------------------------------------------------------- end
+
+    def on_validation_start(self) -> None:
+        # Training may have written buffers on one rank that validation reads on others.
+        if self._session is not None:
+            self._session.state.share_buffers()
+
+    def on_train_end(self) -> None:
+        """The model is complete on every rank after fit, as before it."""
+        if self._session is not None:
+            self._session.state.consolidate()
+
+    def teardown(self) -> None:
+        """No collective: it also runs on one rank alone, after an exception."""
+        model = self.lightning_module
+        if model is not None:
+            restore_metrics(model, self._metrics)
+        if self._session is not None and not self._session.state.complete:
+            # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
+            self._lightning_module = None
+        self._session = None
+        self._metrics = {}
+        super().teardown()
+        self._lightning_module = model

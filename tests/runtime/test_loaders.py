@@ -1,0 +1,71 @@
+"""Loaders of tasks that a rank does not run: the same draws, no reading (C07)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example
+
+
+class Counting(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size, self.reads = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index
+
+
+def draws(needed: bool, workers: int) -> tuple[list[Any], list[torch.Tensor], int]:
+    torch.manual_seed(5)
+    data = [Counting(13), Counting(10)]
+    loaders = [
+        TaskLoader(DataLoader(data[0], 4, shuffle=True, num_workers=workers), lambda _: True),
+        TaskLoader(DataLoader(data[1], 3, shuffle=True, num_workers=workers), lambda _: needed),
+    ]
+    seen, after = [], []
+    for _ in range(2):
+        iterators = [iter(loader) for loader in loaders]
+        for batches in zip(*iterators, strict=False):
+            seen.append(batches)
+        after.append(torch.rand(3))
+    return seen, after, data[1].reads
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipping_a_loader_changes_no_draw(workers: int) -> None:
+    full, rest, reads = draws(True, workers)
+    skipped, rest_skipped, no_reads = draws(False, workers)
+    assert [a.tolist() for a, _ in full] == [a.tolist() for a, _ in skipped]
+    assert all(isinstance(b, RowsOnly) for _, b in skipped)
+    assert [len(b) for _, b in full] == [b.rows for _, b in skipped]
+    assert all(torch.equal(a, b) for a, b in zip(rest, rest_skipped, strict=True))
+    assert no_reads == 0
+    assert reads == (20 if workers == 0 else 0), "worker processes count in their own memory"
+
+
+def test_each_sample_once_an_epoch() -> None:
+    """ONCE: in two epochs, another order in the second."""
+    full, _, _ = draws(True, 0)
+    epochs = full[:4], full[4:]
+    orders = [torch.cat([a for a, _ in epoch]).tolist() for epoch in epochs]
+    assert all(sorted(order) == list(range(13)) for order in orders)
+    assert orders[0] != orders[1]
+
+
+def test_example_is_spread_over_the_dataset_and_moves_no_sampler() -> None:
+    loader = DataLoader(Counting(12), 4, shuffle=True)
+    before = torch.random.get_rng_state()
+    found = example(loader)
+    assert found.batch.tolist() == [0, 3, 6, 9]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        example(DataLoader(Counting(0), 4))
