@@ -1,0 +1,35 @@
+"""From LightningModules to operators: the graph that is planned and the pieces that run.
+
+``batch_layout`` finds where a batch holds its rows, ``capture`` takes a step of all tasks apart.
+"""
+
+from lightning_spindle.capture.api import capture
+from lightning_spindle.capture.errors import CaptureWarning
+from lightning_spindle.capture.layout import batch_layout, flatten, take_rows, unflatten
+from lightning_spindle.capture.pieces import (
+    BatchIndex,
+    BatchLayout,
+    Capture,
+    LeafLayout,
+    LeafRef,
+    LogCall,
+    Piece,
+    ValueRef,
+)
+
+__all__ = [
+    "BatchIndex",
+    "BatchLayout",
+    "Capture",
+    "CaptureWarning",
+    "LeafLayout",
+    "LeafRef",
+    "LogCall",
+    "Piece",
+    "ValueRef",
+    "batch_layout",
+    "capture",
+    "flatten",
+    "take_rows",
+    "unflatten",
+]

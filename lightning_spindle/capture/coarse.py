@@ -1,0 +1,101 @@
+"""A task's step as one operator, where it cannot be taken apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._pytree import TreeSpec
+from torchmetrics import Metric, MetricCollection
+
+from lightning_spindle import tasklog
+from lightning_spindle.capture.assemble import Parts
+from lightning_spindle.capture.errors import CaptureWarning
+from lightning_spindle.capture.layout import unflatten
+from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece
+from lightning_spindle.capture.tracer import Step
+from lightning_spindle.capture.untouched import run_step
+from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
+
+_METRIC = (
+    "task {task!r}: {step} logs the torchmetrics object {key!r}, but runs as one operator on one rank "
+    "({reason}), where a metric would see only that rank's batches. Log the metric's value instead, or "
+    "make the step traceable"
+)
+
+
+def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str) -> Parts:
+    """The operator ``<task>/step``; warns once with the reason.
+
+    Raises:
+        ValueError: the step logs a Metric object, which would be right on one rank only.
+    """
+    name = f"{step.task}/step"
+    warnings.warn(
+        f"task {step.task!r}: {step.name} cannot be taken apart: {reason}. It runs as one operator, {name}, "
+        "on one device, with all rows",
+        CaptureWarning,
+        stacklevel=2,
+    )
+    flops, has_loss = 0.0, step.name == "training_step"
+    try:
+        results, logged, flops = run_step(step, leaves, spec, seed=0)
+        has_loss = "loss" in results
+    except Exception:
+        logged = []  # it needs the trainer: what it logs is seen when it runs
+    for key, value in logged:
+        _refuse_metric(step, key, value, reason)
+    value = f"{step.task}/loss"
+    modules = {id(p): n for n, p in step.model.named_parameters()}
+    outputs = (value,) if has_loss else ()
+    operator = Operator(
+        name=name,
+        task=step.task,
+        signature=f"{type(step.module).__name__}.{step.name}",
+        layout=Layout.WHOLE,
+        inputs=(),
+        outputs=outputs,
+        parameters=tuple(modules[id(p)] for p in step.module.parameters()),
+        forward_flops=flops,
+    )
+    sources = (*(LeafRef(i) for i in range(len(leaves))), BatchIndex())
+    piece = Piece(name, sources, outputs, _CoarseBuilder(step, spec, reason))
+    buffers = {f"tasks.{step.task}.{n}" for n, _ in step.module.named_buffers()}
+    return Parts(
+        operators=[operator],
+        values=[Value(v, None, 1, 4, differentiable=True) for v in outputs],
+        results=[Result(step.task, "loss", v, Reduction.WHOLE) for v in outputs],
+        pieces={name: piece},
+        written={name: buffers if step.name == "training_step" else set()},
+        read={name: buffers},
+    )
+
+
+def _refuse_metric(step: Step, key: str, value: Any, reason: str) -> None:
+    if isinstance(value, (Metric, MetricCollection)):
+        raise ValueError(_METRIC.format(task=step.task, step=step.name, key=key, reason=reason))
+
+
+@dataclass(frozen=True)
+class _CoarseBuilder:
+    step: Step
+    spec: TreeSpec
+    reason: str
+
+    def __call__(self) -> Callable[..., tuple[Any, ...]]:
+        def run(*given: Any) -> tuple[Any, list[tuple[str, Any, dict[str, Any]]]]:
+            *leaves, batch_idx = given
+            logs: list[tuple[str, Any, dict[str, Any]]] = []
+
+            def receive(task: str, key: str, value: Any, kwargs: dict[str, Any]) -> None:
+                _refuse_metric(self.step, key, value, self.reason)
+                logs.append((key, value, kwargs))
+
+            with tasklog.sink(receive):
+                output = self.step(unflatten(leaves, self.spec), batch_idx)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            return loss, logs
+
+        return run

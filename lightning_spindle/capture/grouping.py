@@ -1,0 +1,306 @@
+"""Nodes of a trace joined to operators.
+
+Words: an *anchor* is a node that calls a module with parameters; a *block* one that calls a repeated
+layer. Other anchors are *light*: a run of them is one operator. *Glue* is what lies between. A node is
+*owned* by one operator, or *copied* into each that uses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from lightning_spindle.capture import patches
+from lightning_spindle.capture.blocks import is_metric
+from lightning_spindle.capture.classify import Info
+from lightning_spindle.capture.tracer import StepTrace
+from lightning_spindle.graph import Layout
+
+
+@dataclass(eq=False)
+class Group:
+    """Nodes that make one operator. ``role``: block, light, couple, glue, metric or tail."""
+
+    role: str
+    owned: list[fx.Node] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        if self.role == "metric":
+            return Layout.EVERYWHERE
+        return Layout.WHOLE if self.whole else Layout.SPLIT
+
+
+class Grouping:
+    """The operators of one task's step.
+
+    Guaranteed: every node that a result, a metric or a written buffer needs is in at least one
+    group; random nodes, nodes that couple samples and anchors with rows are in exactly one;
+    groups are in an order in which they can run.
+    """
+
+    def __init__(self, trace: StepTrace, infos: dict[fx.Node, Info]) -> None:
+        self.trace, self.infos = trace, infos
+        self.owner: dict[fx.Node, Group] = {}
+        self.groups: list[Group] = []
+        self.tail = Group("tail")
+        self.after_metrics = Group("tail", whole=True)
+        self.results = set(trace.results.values())
+        self.live = self._live()
+        self.leads_on = self._leads_to_anchors()
+        for node in trace.graph.nodes:
+            if node in self.live and node.op not in ("placeholder", "get_attr", "output"):
+                self._assign(node)
+        self.groups += [g for g in (self.tail, self.after_metrics) if g.owned]
+        self._finish_tail()
+        self.groups = self._ordered()
+
+    # ------------------------------------------------------------------------------------- questions
+    def module(self, node: fx.Node) -> Any:
+        """The module that ``node`` calls, None where it calls none."""
+        return self.trace.holder.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def is_metric(self, node: fx.Node) -> bool:
+        """Whether ``node`` runs a torchmetrics metric."""
+        return node.target is patches.update_metric or is_metric(self.module(node))
+
+    def is_anchor(self, node: fx.Node) -> bool:
+        """Whether ``node`` calls a module with parameters."""
+        module = self.module(node)
+        return module is not None and not is_metric(module) and any(True for _ in module.parameters())
+
+    def is_block(self, node: fx.Node) -> bool:
+        """Whether ``node`` calls a repeated layer, or a module that could not be traced through."""
+        return node.op == "call_module" and (
+            self.module(node) in self.trace.blocks or node.target in self.trace.opaque
+        )
+
+    def needed(self, group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
+        """All nodes that ``group`` runs, in order, and the other groups' nodes that it reads."""
+        inside, read = set(group.owned), []
+        stack = [n for node in group.owned for n in node.all_input_nodes]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node in inside:
+                continue
+            seen.add(node)
+            if self.owner.get(node) is not None:
+                read.append(node)
+            else:
+                inside.add(node)
+                stack.extend(node.all_input_nodes)
+        order = {node: i for i, node in enumerate(self.trace.graph.nodes)}
+        return sorted(inside, key=order.__getitem__), sorted(read, key=order.__getitem__)
+
+    def producers(self, node: fx.Node) -> set[Group]:
+        """Groups whose values ``node`` needs, through nodes that are copied."""
+        found: set[Group] = set()
+        seen: set[fx.Node] = set()
+        stack = list(node.all_input_nodes)
+        while stack:
+            at = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            owner = self.owner.get(at)
+            if owner is None:
+                stack.extend(at.all_input_nodes)
+            else:
+                found.add(owner)
+        return found
+
+    def upstream(self, group: Group) -> set[Group]:
+        """Groups that must run before ``group``."""
+        found: set[Group] = set()
+        stack = [group]
+        while stack:
+            at = stack.pop()
+            for node in at.owned:
+                for other in self.producers(node) - found - {at}:
+                    found.add(other)
+                    stack.append(other)
+        return found
+
+    # ------------------------------------------------------------------------------------- preparation
+    def _live(self) -> set[fx.Node]:
+        graph = self.trace.graph
+        stack = [n for n in graph.nodes if n in self.results or self.is_metric(n) or self._writes(n)]
+        live: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack.extend(node.all_input_nodes)
+        return live
+
+    def _writes(self, node: fx.Node) -> bool:
+        return node in self.infos and bool(self.infos[node].writes)
+
+    def _leads_to_anchors(self) -> set[fx.Node]:
+        """Nodes with an anchor (that gives rows or is a block) downstream."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.trace.graph.nodes):
+            if any(u in self.live and (u in found or self._is_layer(u)) for u in node.users):
+                found.add(node)
+        return found
+
+    def _is_layer(self, node: fx.Node) -> bool:
+        return self.is_anchor(node) and (
+            self.is_block(node)
+            or not self.infos[node].tags & {"mean", "sum"}
+            and "rows" in self.infos[node].tags
+        )
+
+    # ------------------------------------------------------------------------------------- assignment
+    def _assign(self, node: fx.Node) -> None:
+        info, producers = self.infos[node], self.producers(node)
+        if self.is_metric(node):
+            self._new("metric", node)
+        elif producers & {self.tail, self.after_metrics} or self._is_result(node, producers):
+            self._to_tail(node, producers)
+        elif self._extracts(node):
+            self._join(self.owner[node.all_input_nodes[0]], node)
+        elif self.is_block(node) and (info.tags != {"static"}):
+            self._new("block", node)
+        elif info.tags <= {"static", "size"} and not info.draws and not info.writes:
+            pass  # copied
+        elif self._is_reduction(info) and not self.is_block(node):
+            self._assign_coupling(node, producers)
+        elif self.is_anchor(node):
+            self._assign_light(node, producers)
+        else:
+            self._assign_glue(node, producers)
+
+    def _is_result(self, node: fx.Node, producers: set[Group]) -> bool:
+        return node in self.results and not (len(producers) == 1 and next(iter(producers)).role == "metric")
+
+    def _extracts(self, node: fx.Node) -> bool:
+        """Takes one part out of an operator's value that is no tensor."""
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or inputs[0] not in self.owner or self.owner[inputs[0]].role == "tail":
+            return False
+        return node.target in (patches.operator_getitem, getattr) and inputs[0].meta.get("structured", False)
+
+    def _is_reduction(self, info: Info) -> bool:
+        return info.coupling or bool(info.writes) or bool(info.tags & {"mean", "sum"})
+
+    def _new(self, role: str, node: fx.Node, whole: bool = False) -> Group:
+        group = Group(role, whole=whole)
+        self.groups.append(group)
+        self._join(group, node)
+        return group
+
+    def _join(self, group: Group, node: fx.Node) -> None:
+        group.owned.append(node)
+        self.owner[node] = group
+        info = self.infos[node]
+        group.whole |= info.coupling or bool(info.writes)
+        if group.role != "tail" and info.tags & {"mean", "sum", "whole"} and not info.tags & {"rows"}:
+            group.whole |= self.is_anchor(node) or bool(info.tags & {"mean", "sum"})
+
+    def _to_tail(self, node: fx.Node, producers: set[Group]) -> None:
+        metrics = self.after_metrics in producers or any(
+            g.role == "metric" or any(u.role == "metric" for u in self.upstream(g)) for g in producers
+        )
+        self._join(self.after_metrics if metrics else self.tail, node)
+
+    def _assign_coupling(self, node: fx.Node, producers: set[Group]) -> None:
+        if node not in self.leads_on and not self.infos[node].writes:
+            self._to_tail(node, producers)
+            return
+        if self.is_anchor(node) or self.infos[node].writes:
+            self._new("light", node, whole=True)
+            return
+        for group in [g for g in producers if g.role == "couple"]:
+            if not any(group in self.upstream(other) for other in producers - {group}):
+                self._join(group, node)
+                return
+        self._new("couple", node, whole=True)
+
+    def _assign_light(self, node: fx.Node, producers: set[Group]) -> None:
+        whole = not self.infos[node].tags & {"rows"}
+        self._meet(node, producers)
+        producers = self.producers(node)
+        if len(producers) == 1:
+            (group,) = producers
+            written = any(self.infos[n].coupling or self.infos[n].writes for n in group.owned)
+            if group.role == "light" and group.whole == whole and not written:
+                self._join(group, node)
+                return
+        self._new("light", node, whole=whole)
+
+    def _assign_glue(self, node: fx.Node, producers: set[Group]) -> None:
+        if node in self.leads_on:
+            self._meet(node, producers)
+            producers = self.producers(node)
+        if len(producers) == 1:
+            (group,) = producers
+            if group.role in ("light", "couple", "glue") or (group.role == "metric" and node in self.results):
+                self._join(group, node)
+                return
+        if self.infos[node].draws:
+            self._new("glue", node, whole="rows" not in self.infos[node].tags)
+        # else copied into its users
+
+    def _meet(self, node: fx.Node, producers: set[Group]) -> None:
+        """Light operators that read the batch alone become one where they meet: a stem."""
+        if len(producers) < 2 or node not in self.leads_on and not self.is_anchor(node):
+            return
+        if any(g.role != "light" or g.whole or self.upstream(g) for g in producers):
+            return
+        first, *rest = [g for g in self.groups if g in producers]
+        for group in rest:
+            for owned in group.owned:
+                self._join(first, owned)
+            self.groups.remove(group)
+
+    # ------------------------------------------------------------------------------------- the tail
+    def _finish_tail(self) -> None:
+        tail = self.tail
+        if not tail.owned:
+            return
+        inside, read = self.needed(tail)
+        has_rows = any("rows" in self.infos[n].tags for n in [*inside, *read])
+        kinds = set().union(*(self.infos[n].tags for n in tail.owned))
+        foreign = set().union(*(self.infos[n].tags for n in read)) if read else set()
+        used = any(
+            u not in tail.owned and self.owner.get(u, tail) is not tail
+            for n in tail.owned
+            for u in n.users
+            if u in self.live and u.op != "output"
+        )
+        sizes = any("size" in self.infos[n].tags for n in self.results if self.owner.get(n) is tail)
+        tail.whole |= not has_rows or used or "whole" in kinds or bool(foreign & {"mean", "sum"}) or sizes
+        producers = self.producers_of(tail)
+        if not tail.whole and len(producers) == 1:
+            (group,) = producers
+            if group.role == "light" and not group.whole:
+                self.groups.remove(tail)
+                for node in tail.owned:
+                    self._join_split(group, node)
+
+    def producers_of(self, group: Group) -> set[Group]:
+        """Groups that ``group`` reads from."""
+        return set().union(*(self.producers(n) for n in group.owned)) - {group}
+
+    def _join_split(self, group: Group, node: fx.Node) -> None:
+        group.owned.append(node)
+        self.owner[node] = group
+
+    def _ordered(self) -> list[Group]:
+        order = {node: i for i, node in enumerate(self.trace.graph.nodes)}
+        first = {g: min(order[n] for n in g.owned) for g in self.groups}
+        waits = {g: self.producers_of(g) for g in self.groups}
+        done: list[Group] = []
+        left = sorted(self.groups, key=first.__getitem__)
+        while left:
+            ready = next(g for g in left if waits[g] <= set(done))
+            done.append(ready)
+            left.remove(ready)
+        for group in done:
+            group.owned.sort(key=order.__getitem__)
+        return done

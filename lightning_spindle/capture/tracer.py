@@ -1,0 +1,274 @@
+"""One task's step as a torch.fx graph over the whole model, operators as leaves.
+
+The graph's placeholders are the leaves of the task's batch, its outputs the step's results.
+Module and parameter names are those of the model (first of ``named_modules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+from lightning_spindle import tasklog
+from lightning_spindle.capture import patches
+from lightning_spindle.capture.blocks import find_blocks, is_leaf
+from lightning_spindle.capture.errors import StepOutputError, TraceError, reason_of
+from lightning_spindle.capture.layout import unflatten
+from lightning_spindle.capture.pieces import LogCall
+
+
+class Holder(nn.Module):
+    """Stands for the model in a trace: its own modules and parameters, and room for constants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules = model._modules
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Run ``call`` (inside ``torch.func.functional_call``: with other tensors)."""
+        return call()
+
+
+@dataclass
+class StepTrace:
+    """A traced step. ``results`` maps the keys of ``graph.Result`` to the nodes that give them."""
+
+    task: str
+    holder: Holder
+    graph: fx.Graph
+    leaves: list[fx.Node | None]
+    batch_idx: fx.Node
+    results: dict[str, fx.Node]
+    logs: list[LogCall]
+    blocks: frozenset[nn.Module]
+    opaque: dict[str, str] = field(default_factory=dict)
+    """Modules that could not be traced through and became operators, with the reason."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is traced: ``function(batch, batch_idx)`` of ``task``, a part of ``model``."""
+
+    model: nn.Module
+    module: nn.Module
+    task: str
+    name: str
+    operators: tuple[type[nn.Module], ...] = ()
+
+    def __call__(self, batch: Any, batch_idx: Any) -> Any:
+        """Call the user's method as Lightning would."""
+        method = getattr(self.module, self.name)
+        rest = (batch_idx,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
+        return method(batch, *rest)
+
+
+def trace_step(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
+    """Trace ``step`` for batches with the tree ``spec``.
+
+    Raises:
+        TraceError: the step cannot be traced, or a trace would freeze what may change.
+    """
+    tracer = StepTracer(step)
+    return tracer.trace_step(leaves, spec)
+
+
+class StepTracer(fx.Tracer):
+    """A tracer whose operators are leaves and that refuses to freeze state."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.blocks = find_blocks(step.model, step.operators)
+        self.opaque: dict[str, str] = {}
+        self.logged: list[tuple[str, Any, dict[str, Any]]] = []
+        self._names: dict[int, str] = {}
+        for name, tensor in [*step.model.named_buffers(), *step.model.named_parameters()]:
+            self._names[id(tensor)] = name
+        self._fetched: dict[str, fx.Proxy] = {}
+        self._autocast = _autocast_state()
+
+    # ------------------------------------------------------------------------------------- the step
+    def trace_step(self, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
+        holder = Holder(self.step.model)
+        found: dict[str, Any] = {}
+        placeholders: list[fx.Node | None] = []
+
+        def run(*proxies: Any) -> Any:
+            batch_idx, own = proxies[-1], proxies[:-1]
+            placeholders.extend(p.node if isinstance(p, fx.Proxy) else None for p in own)
+            with tasklog.sink(lambda task, key, value, kwargs: self.logged.append((key, value, kwargs))):
+                output = self.step(unflatten(own, spec), batch_idx)
+            found["logs"], values = self._split_logs()
+            values = {**results_of(self.step, output), **values}
+            found["results"] = {key: self._result(key, value) for key, value in values.items()}
+            return tuple(found["results"].values())
+
+        self._run, self._leaves = run, leaves
+        with patches.tracing(self, self.step.model):
+            graph = self.trace(holder)
+        found["results"] = {key: proxy.node for key, proxy in found["results"].items()}
+        index = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "batch_idx")
+        return StepTrace(
+            self.step.task,
+            holder,
+            graph,
+            placeholders,
+            index,
+            found["results"],
+            found["logs"],
+            self.blocks,
+            self.opaque,
+        )
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Leaves of the batch as placeholders; None stays None, so that ``is None`` tests hold."""
+        args = [
+            None if leaf is None else self.create_proxy("placeholder", f"leaf_{i}", (), {})
+            for i, leaf in enumerate(self._leaves)
+        ]
+        args.append(self.create_proxy("placeholder", "batch_idx", (), {}))
+        return self._run, args
+
+    def _result(self, key: str, value: Any) -> fx.Proxy:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
+            raise TraceError(f"{key} was computed outside of the trace")
+        name = "".join(c if c.isalnum() else "_" for c in key)
+        return self.create_proxy("call_function", patches.as_scalar, (value,), {}, name=name)
+
+    def _split_logs(self) -> tuple[list[LogCall], dict[str, Any]]:
+        calls: list[LogCall] = []
+        values: dict[str, Any] = {}
+        for key, value, kwargs in self.logged:
+            if any(call.key == key for call in calls):
+                raise TraceError(f"the step logs {key!r} twice")
+            kwargs = {k: v for k, v in kwargs.items() if k != "batch_size" or self._is_unusual(v)}
+            if any(isinstance(v, fx.Proxy) for v in kwargs.values()):
+                raise TraceError(f"an option of self.log({key!r}) is computed in the step")
+            metric = None
+            if isinstance(value, nn.Module):
+                metric = self.path_of_module(value)
+            else:
+                values[f"log:{key}"] = value
+            calls.append(LogCall(self.step.task, key, tuple(kwargs.items()), metric))
+        return calls, values
+
+    def _is_unusual(self, batch_size: Any) -> bool:
+        """Whether a batch size is other than a dimension of a leaf, which the strategy knows itself."""
+        if not isinstance(batch_size, fx.Proxy):
+            return False
+        node = batch_size.node
+        while node.target in (getattr, patches.operator_getitem, "size", patches.length):
+            node = node.args[0]
+        return node.op != "placeholder"
+
+    # ------------------------------------------------------------------------------------- modules
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """See ``blocks.is_leaf``."""
+        return is_leaf(m, self.blocks)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A node for an operator; else the call is traced through, or becomes a node where that fails."""
+        if not _has_proxies((args, kwargs)) and not _has_state(m):
+            return forward(*args, **kwargs)
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        entered = patches.LAYER_STACKS.get(type(m)) if not m._forward_hooks else None
+        last, logs = next(iter(reversed(self.graph.nodes))), len(self.logged)
+        try:
+            return entered(m, *args, **kwargs) if entered else forward(*args, **kwargs)
+        except Exception as error:
+            if m is self.step.module or len(self.logged) != logs:
+                raise
+            self._forget_after(last)
+            self.opaque[path] = reason_of(error)
+            return self.create_proxy("call_module", path, args, kwargs)
+
+    def _forget_after(self, last: fx.Node) -> None:
+        for node in reversed(self.graph.nodes):
+            if node is last:
+                break
+            self._fetched = {k: p for k, p in self._fetched.items() if p.node is not node}
+            self.opaque.pop(str(node.target), None)
+            self.graph.erase_node(node)
+
+    # ------------------------------------------------------------------------- tensors of the model
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Parameters and buffers are fetched by a node each."""
+        if isinstance(attr_val, torch.Tensor) and id(attr_val) in self._names:
+            return self.fetch(attr_val)
+        return attr_val
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether ``tensor`` is a parameter or buffer of the model."""
+        return id(tensor) in self._names
+
+    def fetch(self, tensor: torch.Tensor) -> fx.Proxy:
+        """The proxy of a parameter or buffer of the model."""
+        name = self._names[id(tensor)]
+        if name not in self._fetched:
+            self._fetched[name] = self.create_proxy("get_attr", name, (), {})
+        return self._fetched[name]
+
+    def create_arg(self, a: Any) -> Any:
+        """Refuses tensors that carry a gradient: their values would be frozen."""
+        if isinstance(a, torch.Tensor):
+            if self.owns(a):
+                return self.fetch(a).node
+            if a.requires_grad:
+                raise TraceError("the step uses a tensor computed from parameters outside of the trace")
+        return super().create_arg(a)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Remembers the gradient mode; autocast inside a step would be lost."""
+        if _autocast_state() != self._autocast:
+            raise TraceError("the step uses torch.autocast itself")
+        node = super().create_node(*args, **kwargs)
+        node.meta["grad"] = torch.is_grad_enabled()
+        return node
+
+
+def results_of(step: Step, output: Any) -> dict[str, Any]:
+    """A step's loss and other scalars, by the keys of ``graph.Result``.
+
+    Raises:
+        StepOutputError: the step gives out something else.
+        TraceError: a training step gives no loss.
+    """
+    if isinstance(output, dict):
+        values = {"loss" if key == "loss" else f"out:{key}": value for key, value in output.items()}
+    else:
+        values = {} if output is None else {"loss": output}
+    if step.name == "training_step" and values.get("loss") is None:
+        raise TraceError("training_step gives no loss")
+    for key, value in values.items():
+        if not isinstance(value, (fx.Proxy, torch.Tensor, int, float)):
+            raise StepOutputError(
+                f"task {step.task!r}: {step.name} returns a {type(value).__name__} under "
+                f"{key.removeprefix('out:')!r}; Spindle gathers scalars only"
+            )
+    return values
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _has_proxies(tree: Any) -> bool:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, fx.Proxy) else None)
+    return bool(found)
+
+
+def _autocast_state() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
