@@ -24,6 +24,8 @@ Inputs = Sequence[tuple[int, tuple[int, ...]]]
 _EXACT = 64
 """So many groups are all compared; of more, windows of the free devices and the best-placed ones."""
 _SHORT_LIST = 8
+_SYNC_WEIGHT = 0.25
+"""What a millisecond of gradient synchronisation counts: most of it overlaps with the backward."""
 
 
 def rank(n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, *, balance: bool) -> Groups:
@@ -62,7 +64,8 @@ class _View:
         for i in range(len(free) - n + 1):
             j = i + n
             islands = 1 + self.cluster.island(free[j - 1]) - self.cluster.island(free[i])
-            communication = round(cost[j] - cost[i] + self.sync.span_ms(n, islands > 1), 6)
+            sync_ms = self.sync.span_ms(n, islands > 1)
+            communication = round(cost[j] - cost[i] + _SYNC_WEIGHT * sync_ms, 6)
             crooked = _crookedness(free[i], free[j - 1], n)
             held = (missing[j] - missing[i], -min(self.left[d] for d in free[i:j]) if self.balance else 0.0)
             parts = (communication, moved[j] - moved[i], islands, crooked)
@@ -77,7 +80,7 @@ class _View:
     def key(self, group: tuple[int, ...]) -> tuple[object, ...]:
         """The order of groups; the docstring of this file in the same sequence."""
         moved_ms = sum(transfer_ms(size, source, group, self.cluster) for size, source, _ in self.inputs)
-        communication = round(moved_ms + self.sync.added_ms(group), 6)
+        communication = round(moved_ms + _SYNC_WEIGHT * self.sync.added_ms(group), 6)
         elsewhere = sum(d not in held for _, _, held in self.inputs for d in group)
         islands = len({self.cluster.island(d) for d in group})
         crooked = _crookedness(group[0], group[-1], len(group))
@@ -90,12 +93,20 @@ class _View:
         return (communication, elsewhere, islands, crooked, *held, group)
 
     def _well_placed(self) -> list[tuple[int, ...]]:
-        """The n devices nearest to the inputs, and the n with the most memory left, wherever they are."""
+        """The n devices nearest to the inputs, and the n with the most memory left, wherever they are.
+
+        Also the very devices of an input, or every k-th of them: each then takes the rows of its
+        neighbours, inside their island.
+        """
         at = range(len(self.free))
         near = sorted(at, key=lambda i: (round(self.cost[i], 9), self.moved[i], self.missing[i], i))
         roomy = sorted(at, key=lambda i: (-self.left[self.free[i]], i))
         found = [tuple(sorted(self.free[i] for i in order[: self.n])) for order in (near, roomy)]
-        found += [tuple(sorted(d)) for _, d, held in self.inputs if len(d) == self.n and held <= {*self.free}]
+        idle = set(self.free)
+        for _, source, _ in self.inputs:
+            every, rest = divmod(len(source), self.n)
+            if every and not rest and idle.issuperset(source[::every]):
+                found.append(tuple(sorted(source[::every])))
         return found
 
     def _input_ms(self, device: int) -> float:

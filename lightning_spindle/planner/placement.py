@@ -13,14 +13,17 @@ from enum import StrEnum
 
 from lightning_spindle.plan import Run
 from lightning_spindle.planner.candidates import Groups, rank
-from lightning_spindle.planner.memory import Memory, parameters_of
+from lightning_spindle.planner.memory import Memory
 from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.timing import PlacedRun, UnplacedRun, list_schedule
-from lightning_spindle.planner.transfers import flow_bytes, inputs_of
+from lightning_spindle.planner.transfers import flow_bytes, inputs_of, transfer_ms
 
 _COMMUNICATION_TRIES = 200
 _MEMORY_TRIES = 4000
 _SAME_TIME_MS = 1e-6
+_ORDERS = 8
+_MANY_DEVICES = 256
+"""On more devices than these, one order is enough trouble."""
 
 
 class Policy(StrEnum):
@@ -31,7 +34,7 @@ class Policy(StrEnum):
     MEMORY = "memory"
     """Most memory left first: what placement falls back to."""
     SEQUENTIAL = "sequential"
-    """The next devices, round and round: the paper's ablation. Memory is not looked at."""
+    """The paper's ablation: a Stage's MetaOps in order on the next devices, memory not looked at."""
 
 
 def place(
@@ -78,15 +81,17 @@ def memory_per_device(runs: Iterable[Run], problem: PlanningProblem) -> tuple[fl
 
 
 def _in_order(runs: Iterable[UnplacedRun], problem: PlanningProblem) -> list[UnplacedRun]:
-    """By start; then pinned ones, then by volume of communication, then the widest."""
+    """By start; then pinned ones, then by the input of each device, then the widest.
+
+    A run whose few devices would have to receive much stays where its data are, before
+    a wide one, to whose devices little goes each.
+    """
     flows = flow_bytes(problem.flows)
-    sizes = dict(problem.parameter_bytes)
 
     def volume(run: UnplacedRun) -> float:
         op = problem.metaop(run.metaop)
         inputs = op.layer_flow_bytes if run.first else sum(flows.get((b, run.metaop), 0) for b in op.after)
-        shared = sum(sizes.get(name, 0) for name in parameters_of(op, run.first, run.last))
-        return float(inputs + (shared if run.n > 1 else 0))
+        return inputs / run.n
 
     def key(run: UnplacedRun) -> tuple[float, bool, float, int, str, int]:
         pinned = problem.metaop(run.metaop).pin is not None
@@ -131,7 +136,7 @@ class _Placement:
     """Depth-first over the ordered runs; each run's groups are tried best first."""
 
     def __init__(self, ordered: Sequence[UnplacedRun], problem: PlanningProblem, *, balance: bool) -> None:
-        self.ordered = ordered
+        self.ordered = list(ordered)
         self.problem = problem
         self.balance = balance
         self.flows = flow_bytes(problem.flows)
@@ -142,12 +147,18 @@ class _Placement:
         self.placed: list[PlacedRun] = []
         self.shortage = ""
         self._least = float("inf")
+        self._settled = 0
+        cluster = problem.cluster
+        free_links = cluster.inside == cluster.between and cluster.inside.seconds(1.0) == 0.0
+        self._tries_orders = not free_links and problem.devices <= _MANY_DEVICES
         self._pinned = [r for r in ordered if problem.metaop(r.metaop).pin is not None]
 
     def search(self, tries: int) -> bool:
         """True where all runs were placed; gives up after ``tries`` steps back."""
         stack: list[_Choice] = []
         while len(self.placed) < len(self.ordered):
+            if len(self.placed) == self._settled:
+                self._settle_order()
             run = self.ordered[len(self.placed)]
             if len(stack) == len(self.placed):
                 stack.append(_Choice(self._groups(run)))
@@ -163,6 +174,47 @@ class _Placement:
             assert undo is not None
             self._give_back(self.ordered[len(self.placed) - 1], undo)
         return True
+
+    def _settle_order(self) -> None:
+        """Orders the runs that start together so that their inputs take least time to arrive.
+
+        Tried: as given, and then, a few times, the run that waited longest for its input first.
+        """
+        begin = self._settled
+        start_ms = self.ordered[begin].start_ms
+        end = begin
+        while end < len(self.ordered) and self.ordered[end].start_ms <= start_ms + _SAME_TIME_MS:
+            end += 1
+        self._settled = end
+        if not self._tries_orders or end - begin == 1:
+            return
+        order = self.ordered[begin:end]
+        best = (float("inf"), order)
+        for _ in range(_ORDERS):
+            waits = self._try_order(order)
+            if waits is None:
+                break
+            best = min(best, (round(sum(waits), 6), order), key=lambda b: b[0])
+            longest = max(range(len(order)), key=lambda i: waits[i])
+            if longest == 0 or waits[longest] == 0.0:
+                break
+            order = [order[longest], *order[:longest], *order[longest + 1 :]]
+        self.ordered[begin:end] = best[1]
+
+    def _try_order(self, order: Sequence[UnplacedRun]) -> list[float] | None:
+        """How long each run's inputs travel, placed greedily in this order; None where memory fails."""
+        undone: list[tuple[UnplacedRun, _Undo]] = []
+        waits: list[float] = []
+        for run in order:
+            devices = next(self._groups(run), None)
+            if devices is None:
+                break
+            inputs = inputs_of(run.metaop, run.first, self.problem, self.flows, self.at)
+            waits.append(sum(transfer_ms(b, at, devices, self.problem.cluster) for b, at in inputs))
+            undone.append((run, self._take(run, devices)))
+        for run, undo in reversed(undone):
+            self._give_back(run, undo)
+        return waits if len(waits) == len(order) else None
 
     def _groups(self, run: UnplacedRun) -> Groups:
         op = self.problem.metaop(run.metaop)

@@ -69,9 +69,11 @@ def _cell(runs: Sequence[Run], letters: Mapping[str, str], start_ms: float, end_
 def compare(problem: PlanningProblem, *, time_limit_s: float | None = 1.0, seed: int = 0) -> str:
     """All planners on one problem, side by side; a planner that refuses it shows why.
 
-    "/bound" is the makespan over the best lower bound that a planner reports.
+    "/bound" is the makespan over the lower bound of ``bounds.bound_ms`` (linear programs), which
+    knows nothing of transfers and memory.
     """
     from lightning_spindle.planner import PLANNERS
+    from lightning_spindle.planner.bounds import bound_ms as lower_bound_ms
 
     plans: dict[str, tuple[ExecutionPlan, float]] = {}
     refused: dict[str, str] = {}
@@ -83,15 +85,15 @@ def compare(problem: PlanningProblem, *, time_limit_s: float | None = 1.0, seed:
             refused[name] = str(error)
             continue
         plans[name] = (plan, time.perf_counter() - started)
-    bound_ms = max((dict(p.report).get("bound_ms", 0.0) for p, _ in plans.values()), default=0.0)
+    bound_ms = lower_bound_ms(problem)
     lines = [
-        f"{problem.name}: {len(problem.metaops)} MetaOps, {problem.devices} devices"
-        + (f", lower bound {bound_ms:.3f} ms" if bound_ms else ""),
+        f"{problem.name}: {len(problem.metaops)} MetaOps, {problem.devices} devices, "
+        f"lower bound {bound_ms:.3f} ms",
         "planner             ms  /bound   busy  transfers ms  runs  planning s",
     ]
     for name, (plan, seconds) in sorted(plans.items(), key=lambda item: item[1][0].makespan_ms):
         figures = dict(plan.report)
-        over = f"{plan.makespan_ms / bound_ms:7.3f}" if bound_ms else f"{'-':>7}"
+        over = f"{plan.makespan_ms / bound_ms:7.3f}"
         lines.append(
             f"{name:10} {plan.makespan_ms:11.3f} {over} {figures.get('utilisation', utilisation(plan)):6.1%} "
             f"{figures.get('transfer_ms', transfers_ms(plan.runs, problem)):13.3f} {len(plan.runs):5d} "

@@ -49,10 +49,18 @@ class GraphBuilder:
 
 
 _TOWERS = {"vision": 32, "text": 24, "audio": 12, "thermal": 12, "depth": 12, "motion": 6}
-_CLIP = (
-    "text-audio vision-depth audio-thermal motion-thermal vision-text "
-    "vision-audio depth-text thermal-text vision-thermal motion-text"
-).split()
+_CLIP = [
+    "text-audio",
+    "vision-depth",
+    "audio-thermal",
+    "motion-thermal",
+    "vision-text",
+    "vision-audio",
+    "depth-text",
+    "thermal-text",
+    "vision-thermal",
+    "motion-text",
+]
 
 
 def clip(tasks: int) -> OperatorGraph:
