@@ -16,7 +16,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -31,6 +31,7 @@ from lightning_spindle.planner import PLANNERS
 from lightning_spindle.runtime import checks, feeding, planning
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import broadcast_object
+from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, replay_logs, restore_metrics, task_losses
 from lightning_spindle.runtime.session import TRAIN, Session, Step, build_session
 from lightning_spindle.runtime.state import LocalisedOptimizer
@@ -50,6 +51,8 @@ class SpindleStrategy(ParallelStrategy):
         operators: module classes to treat as one operator each, whatever is inside.
         profile_budget_s: at most this long is spent on measuring operators before training.
         timeout: limit of every wait for another rank.
+        timeline: after fit, write ``timeline.json`` and ``timeline.png`` (predicted and measured
+            iteration, a row a device) into the Trainer's ``default_root_dir``.
         process_group_backend: "gloo" on CPU and "nccl" on CUDA where None.
 
     Raises:
@@ -66,6 +69,7 @@ class SpindleStrategy(ParallelStrategy):
         operators: tuple[type[nn.Module], ...] = (),
         profile_budget_s: float = 30.0,
         timeout: timedelta = timedelta(minutes=10),
+        timeline: bool = True,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -96,6 +100,8 @@ class SpindleStrategy(ParallelStrategy):
         self._sync = True
         self._root: torch.Tensor | None = None
         self._iteration: Any = None
+        self._timeline = timeline
+        self._recording: Recording | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -137,7 +143,6 @@ class SpindleStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         if self.world_size == 1:
             return
@@ -211,21 +216,26 @@ class SpindleStrategy(ParallelStrategy):
                 examples,
                 self._transport,
                 self.root_device,
-                planning.Planning(
-                    planner=self._planner,
+                planning.Planner(
+                    name=self._planner,
                     plan=self._given_plan,
                     budget_s=self._profile_budget_s,
                     transport=self._transport,
                     device=self.root_device,
-                    num_nodes=self.num_nodes,
+                    processes_per_node=self.num_processes,
+                    show_progress=trainer.progress_bar_callback is not None,
                 ),
                 operators=self._operators,
                 seed=seed,
             )
         self._localise()
         self._metrics = keep_metrics_local(model)
-        if self._session.plan is not None and self.is_global_zero:
-            planning.announce(self._session)
+        planned = self._session.planned
+        if planned is not None:
+            self._recording = Recording(self._session.steps[TRAIN], planned.costs)
+            planning.announce(
+                planned.plan, self._session.steps[TRAIN].program, planned.costs, self._recording.predicted
+            )
 
     def _localise(self) -> None:
         assert self._session is not None
@@ -245,7 +255,7 @@ class SpindleStrategy(ParallelStrategy):
             TRAIN, batch, args, kwargs, self.precision_plugin.train_step_context()
         )
         self._iteration = iteration
-        losses = task_losses(iteration)
+        losses = task_losses(self.lightning_module, iteration)
         replay_logs(self.lightning_module, step.capture, iteration)
         if not losses:
             self._root = None
@@ -297,7 +307,8 @@ class SpindleStrategy(ParallelStrategy):
         return closure_loss
 
     def _engine_backward(self) -> None:
-        assert self._session is not None and self._root is not None
+        assert self._session is not None
+        assert self._root is not None
         seed = self._root.grad
         if seed is None:
             raise RuntimeError(
@@ -306,6 +317,12 @@ class SpindleStrategy(ParallelStrategy):
         seeds = {task: weight * seed for task, weight in self.lightning_module.weights.items()}
         self._session.steps[TRAIN].engine.backward(self._iteration, seeds, sync=self._sync)
         self._root = self._iteration = None
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._recording is not None:
+            self._recording.iteration_ended()
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -331,8 +348,8 @@ class SpindleStrategy(ParallelStrategy):
         return localised.state_dict(self._transport, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._session is not None and self._session.plan is not None:
-            checkpoint["lightning_spindle"] = {"plan": self._session.plan.to_json()}
+        if self._session is not None and self._session.planned is not None:
+            checkpoint["lightning_spindle"] = {"plan": self._session.planned.plan.to_json()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @contextmanager
@@ -358,9 +375,13 @@ class SpindleStrategy(ParallelStrategy):
             self._session.state.share_buffers()
 
     def on_train_end(self) -> None:
-        """The model is complete on every rank after fit, as before it."""
-        if self._session is not None:
-            self._session.state.consolidate()
+        """The model is complete on every rank after fit, as before it; the timeline is written."""
+        if self._session is None:
+            return
+        self._session.state.consolidate()
+        if self._recording is not None and self._timeline:
+            folder = Path(self.lightning_module.trainer.default_root_dir)
+            self._recording.write(folder, self._transport, self.root_device)
 
     def teardown(self) -> None:
         """No collective: it also runs on one rank alone, after an exception."""
@@ -370,7 +391,7 @@ class SpindleStrategy(ParallelStrategy):
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
-        self._session = None
+        self._session = self._recording = None
         self._metrics = {}
         super().teardown()
         self._lightning_module = model

@@ -23,6 +23,7 @@ from lightning_spindle.runtime.messages import Messenger, Received, Rows, Signat
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rows import cut, join, summed
 from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.timeline import Category
 
 Callables = Mapping[str, Callable[..., tuple[Any, ...]]]
 
@@ -67,11 +68,26 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An instruction as this rank executed it, in seconds of ``time.perf_counter``."""
+    """What this rank did for an instruction, in seconds of ``time.perf_counter``.
 
-    instruction: Instruction
+    An instruction that waited for another rank has a mark of its own for that. ``instruction``
+    is None for the wait at the end of the iteration.
+    """
+
+    instruction: Instruction | None
+    category: Category
     start_s: float
     end_s: float
+
+
+_CATEGORY = {
+    Kind.FORWARD: Category.FORWARD,
+    Kind.ACTIVATION: Category.TRANSFER,
+    Kind.EXCHANGE: Category.SYNC,
+    Kind.BACKWARD: Category.BACKWARD,
+    Kind.GRADIENT: Category.TRANSFER,
+    Kind.REDUCE: Category.SYNC,
+}
 
 
 class InstructionError(RuntimeError):
@@ -104,6 +120,7 @@ class Engine:
     ) -> None:
         self.program = program
         self.marks: list[Mark] = []
+        self._clock_s = 0.0
         self._graph = capture.graph
         self._capture = capture
         self._callables = callables
@@ -158,9 +175,11 @@ class Engine:
         for instruction in self._backwards:
             if instruction.kind is not Kind.REDUCE or sync:
                 self._execute(instruction, iteration, seeds)
+        self._clock_s = time.perf_counter()
         self._messenger.finish()
         for bucket in iteration.buckets:
             bucket.finish()
+        self._lap(None, Category.SYNC)
         iteration.runs.clear()
         iteration.received.clear()
 
@@ -170,17 +189,17 @@ class Engine:
         iteration: Iteration,
         seeds: Mapping[str, float | torch.Tensor] | None = None,
     ) -> None:
-        start_s = time.perf_counter()
+        self._clock_s = time.perf_counter()
         try:
             match instruction.kind:
                 case Kind.FORWARD:
-                    self._forward(self.program.runs[instruction.index], iteration)
+                    self._forward(instruction, iteration)
                 case Kind.ACTIVATION:
                     self._activation(instruction, iteration)
                 case Kind.EXCHANGE:
                     iteration.results = self._exchange(iteration)
                 case Kind.BACKWARD:
-                    self._backward(self.program.runs[instruction.index], iteration, seeds or {})
+                    self._backward(instruction, iteration, seeds or {})
                 case Kind.GRADIENT:
                     self._gradient(instruction, iteration)
                 case Kind.REDUCE:
@@ -189,7 +208,13 @@ class Engine:
         except Exception as e:
             where = self.program.describe(instruction)
             raise InstructionError(f"rank {self._transport.rank}, {where}: {type(e).__name__}: {e}") from e
-        self.marks.append(Mark(instruction, start_s, time.perf_counter()))
+        self._lap(instruction, _CATEGORY[instruction.kind])
+
+    def _lap(self, instruction: Instruction | None, category: Category) -> None:
+        """Marks the time since the last lap."""
+        now_s = time.perf_counter()
+        self.marks.append(Mark(instruction, category, self._clock_s, now_s))
+        self._clock_s = now_s
 
     def _rows(self, run: ProgramRun, iteration: Iteration, rank: int | None = None) -> Rows:
         """Rows of a run's shard on ``rank`` (default: this one); empty where the task is idle."""
@@ -199,11 +224,13 @@ class Engine:
             return (0, 0)
         return run.rows(shard, batch.rows)
 
-    def _forward(self, run: ProgramRun, iteration: Iteration) -> None:
+    def _forward(self, instruction: Instruction, iteration: Iteration) -> None:
+        run = self.program.runs[instruction.index]
         rows = self._rows(run, iteration)
         if rows[0] >= rows[1]:
             return
         inputs = self._gather_inputs(run, rows, iteration)
+        self._lap(instruction, Category.WAIT)
         env: dict[str, Any] = dict(inputs)
         batch = iteration.batches[run.task]
         layout = self._capture.layouts[run.task]
@@ -312,8 +339,9 @@ class Engine:
         return (rows[1] - rows[0]) / iteration.batches[run.task].rows
 
     def _backward(
-        self, run: ProgramRun, iteration: Iteration, seeds: Mapping[str, float | torch.Tensor]
+        self, instruction: Instruction, iteration: Iteration, seeds: Mapping[str, float | torch.Tensor]
     ) -> None:
+        run = self.program.runs[instruction.index]
         while iteration.passed:
             iteration.runs[iteration.passed.pop()].inputs.clear()
         state = iteration.runs.get(run.index)
@@ -332,6 +360,7 @@ class Engine:
                 share = self._share(result, run, state.rows, iteration)
                 roots.append(output)
                 gradients.append(torch.ones_like(output) * (seeds[run.task] * share))
+        self._lap(instruction, Category.WAIT)
         if roots:
             torch.autograd.backward(roots, gradients)
         for edge in self._entering.get(run.index, ()):

@@ -14,11 +14,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 
-@dataclass(frozen=True, slots=True)
 class RowsOnly:
-    """What a rank that runs nothing of a task gets for its batch: how many rows there are."""
+    """What a rank that runs nothing of a task gets for its batch: how many rows there are.
 
-    rows: int
+    No dataclass: Lightning takes those apart, as it does any batch.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
 
 
 class TaskLoader:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.utils import _pytree as pytree
+from tqdm.auto import tqdm
 
 from lightning_spindle.capture.pieces import Capture
+from lightning_spindle.costs import Costs
+from lightning_spindle.estimate.measure import measure, usable_cores
+from lightning_spindle.estimate.problem import cluster_from, measured_costs, planning_problem
 from lightning_spindle.graph import MetaGraph
 from lightning_spindle.plan import ExecutionPlan
-from lightning_spindle.runtime.session import Session
-from lightning_spindle.runtime.transport import ProcessGroupTransport, Transport
-
-log = logging.getLogger(__name__)
+from lightning_spindle.planner import plan as make_plan
+from lightning_spindle.program import Kind, Program
+from lightning_spindle.runtime.session import Planned, shared_plan
+from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport
+from lightning_spindle.timeline import Timeline
 
 
 def load_plan(plan: ExecutionPlan | str | Path | None) -> ExecutionPlan | None:
@@ -33,23 +40,99 @@ def load_plan(plan: ExecutionPlan | str | Path | None) -> ExecutionPlan | None:
         raise ValueError(f"the plan {plan} cannot be read: {e}") from e
 
 
-@dataclass(slots=True)
-class Planning:
-    """Measures operators and links, and plans; the plan is rank 0's."""
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Measures operators and links on all ranks, plans on rank 0, and gives its plan to all.
 
-    planner: str
+    A given ``plan`` is taken as it is, and nothing is measured. ``processes_per_node`` ranks
+    share a machine, its cores and its fast links.
+    """
+
+    name: str
     plan: ExecutionPlan | None
     budget_s: float
-    transport: ProcessGroupTransport | Transport
+    transport: ProcessGroupTransport | LocalTransport
     device: torch.device
-    num_nodes: int
+    processes_per_node: int
+    show_progress: bool
 
-    def __call__(self, captured: Capture, metagraph: MetaGraph, batches: Mapping[str, Any]) -> ExecutionPlan:
+    def __call__(
+        self, model: nn.Module, captured: Capture, metagraph: MetaGraph, batches: Mapping[str, Any]
+    ) -> Planned:
         if self.plan is not None:
-            return self.plan
-        raise NotImplementedError
+            return Planned(self.plan, None)
+        leaves = {task: pytree.tree_leaves(batch) for task, batch in batches.items()}
+        cores = usable_cores(self.device)
+        with tqdm(
+            total=1.0,
+            desc="Measuring operators",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {postfix}",
+            disable=not (self.show_progress and self.transport.rank == 0),
+            leave=False,
+        ) as bar:
+
+            def progress(fraction: float, what: str) -> None:
+                bar.n = fraction
+                bar.set_postfix_str(what)
+
+            samples = measure(
+                captured,
+                {name: piece.build() for name, piece in captured.pieces.items()},
+                leaves,
+                self.transport,
+                self.device,
+                module=model,
+                budget_s=self.budget_s,
+                busy=min(self.processes_per_node, self.transport.size),
+                cores=cores,
+                island_size=self.processes_per_node,
+                progress=progress,
+            )
+        cluster = cluster_from(
+            samples,
+            self.transport.size,
+            island_size=self.processes_per_node,
+            cores=cores,
+            memory_bytes=_memory_bytes(self.device),
+        )
+        plan = None
+        if self.transport.rank == 0:
+            problem = planning_problem("fit", metagraph, captured.graph, samples, cluster)
+            plan = make_plan(problem, self.name)
+        costs = measured_costs(captured.graph, cluster, samples)
+        return Planned(shared_plan(plan, self.transport, self.device), costs)
 
 
-def announce(session: Session) -> None:
-    """Prints the plan (rank 0)."""
-    log.info("%s", session.plan)
+def _memory_bytes(device: torch.device) -> int | None:
+    """Memory of a CUDA device; on a CPU ranks share what there is."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def announce(plan: ExecutionPlan, program: Program, costs: Costs | None, predicted: Timeline | None) -> None:
+    """Tells the plan on rank 0: runs, devices, predicted time, and bytes that go between devices."""
+    lines = [str(plan)]
+    if costs is not None and predicted is not None:
+        moved = sum(
+            costs.value_bytes(edge.value, task, rows[1] - rows[0]) * (2 if edge.gradient else 1)
+            for edge, task, rows in _messages(program, costs)
+        )
+        reduced = sum(bucket.bytes for bucket in program.buckets)
+        lines.append(
+            f"predicted iteration {predicted.span_s * 1e3:.1f} ms, {moved / 1e6:.2f} MB between operators, "
+            f"{reduced / 1e6:.2f} MB of gradients summed in {len(program.buckets)} buckets"
+        )
+    rank_zero_info("\n".join(lines))
+
+
+def _messages(program: Program, costs: Costs) -> list[tuple[Any, str, tuple[int, int]]]:
+    found = []
+    for instruction in program.order:
+        if instruction.kind is Kind.ACTIVATION:
+            edge = program.edges[instruction.index]
+            task = program.runs[edge.source].task
+            rows = program.shared_rows(edge, instruction.source, instruction.target, costs.example_rows(task))
+            if rows[0] < rows[1]:
+                found.append((edge, task, rows))
+    return found

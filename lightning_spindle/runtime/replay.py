@@ -12,9 +12,9 @@ from lightning_spindle.capture.pieces import Capture
 from lightning_spindle.runtime.engine import Iteration
 
 
-def task_losses(iteration: Iteration) -> dict[str, torch.Tensor]:
+def task_losses(model: LightningModule, iteration: Iteration) -> dict[str, torch.Tensor]:
     """Task to its loss on the whole batch, in the order of the tasks; idle tasks are absent."""
-    dtype = torch.get_default_dtype()
+    dtype = _dtype(model)
     return {r.task: torch.as_tensor(v).to(dtype) for r, v in iteration.results.items() if r.is_loss}
 
 
@@ -25,7 +25,7 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
     left to reduce.
     """
     values = {(r.task, r.key): v for r, v in iteration.results.items()}
-    dtype = torch.get_default_dtype()
+    dtype = _dtype(model)
     for call in captured.logs:
         batch = iteration.batches.get(call.task)
         if batch is None or batch.rows == 0:
@@ -40,6 +40,11 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
         elif (call.task, f"log:{call.key}") in values:
             value = values[(call.task, f"log:{call.key}")]
             model.log(key, torch.as_tensor(value).to(dtype), **options)
+
+
+def _dtype(model: LightningModule) -> torch.dtype:
+    """What the step's scalars have in one process; results travel in float64."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def _never() -> bool:

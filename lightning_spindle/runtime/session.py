@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_spindle.capture import capture
 from lightning_spindle.capture.pieces import BatchLayout, Capture
+from lightning_spindle.costs import Costs
 from lightning_spindle.graph import MetaGraph, OperatorGraph
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner.contraction import contract
@@ -43,17 +44,24 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """Everything built for a model: ``plan`` is None where nothing is trained."""
+class Planned:
+    """A plan, with the measured costs that it was made from (None for a given plan)."""
 
-    plan: ExecutionPlan | None
-    metagraph: MetaGraph | None
+    plan: ExecutionPlan
+    costs: Costs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything built for a model: ``planned`` is None where nothing is trained."""
+
+    planned: Planned | None
     state: LocalisedModel
     steps: Mapping[str, Step]
 
 
-Planning = Callable[[Capture, MetaGraph, Mapping[str, Any]], ExecutionPlan]
-"""Gives rank 0's plan for a captured training step; called on every rank."""
+Planning = Callable[[nn.Module, Capture, MetaGraph, Mapping[str, Any]], Planned]
+"""Gives the plan of a captured training step, from the example batches; called on every rank."""
 
 
 def build_session(
@@ -82,13 +90,13 @@ def build_session(
     }
     require_agreement("the captured graph", repr([c.graph for c in captures.values()]), transport, device)
     trained = captures.get(TRAIN)
-    plan, metagraph = None, None
+    planned, metagraph = None, None
     if trained is not None:
         metagraph = contract(trained.graph)
-        plan = planning(trained, metagraph, examples[TRAIN].batches)
-        require_agreement("the plan", plan.to_json(), transport, device)
-        _require_fit(plan, metagraph, transport.size)
-    placed = _place(captures, plan, metagraph, transport.size)
+        planned = planning(model, trained, metagraph, examples[TRAIN].batches)
+        require_agreement("the plan", planned.plan.to_json(), transport, device)
+        _require_fit(planned.plan, metagraph, transport.size)
+    placed = _place(captures, planned and planned.plan, metagraph, transport.size)
     held = holders([(placed[step], captures[step].graph) for step in captures])
     programs = {
         step: lower(
@@ -111,7 +119,7 @@ def build_session(
         step: Step(c, programs[step], _engine(programs[step], c, mine, transport, device, seed))
         for step, c in captures.items()
     }
-    return Session(plan, metagraph, state, steps)
+    return Session(planned, state, steps)
 
 
 def _engine(
