@@ -93,7 +93,7 @@ def across_levels(
     return Relaxation(float(solution.fun), layers)
 
 
-def level_bound_ms(metaops: Sequence[PlannedOp], devices: int, *, max_columns: int = 1000) -> float:
+def level_bound_ms(metaops: Sequence[PlannedOp], devices: int, *, max_columns: int = 300) -> float:
     """The configuration LP of independent MetaOps: no schedule of them alone is shorter."""
     table = [options(m, devices) for m in metaops]
     layers = np.array([m.layers for m in metaops], float)
@@ -121,7 +121,7 @@ def level_bound_ms(metaops: Sequence[PlannedOp], devices: int, *, max_columns: i
     return best_ms
 
 
-def bound_ms(problem: PlanningProblem, *, max_columns: int = 1000) -> float:
+def bound_ms(problem: PlanningProblem, *, max_columns: int = 300) -> float:
     """The best bound here: configurations, dependencies and area in one LP.
 
     Each of at most ``max_columns`` iterations solves an LP and a knapsack; stopped early it is
@@ -155,7 +155,7 @@ def bound_ms(problem: PlanningProblem, *, max_columns: int = 1000) -> float:
     return best_ms
 
 
-def lower_bounds(problem: PlanningProblem, *, max_columns: int = 1000) -> Bounds:
+def lower_bounds(problem: PlanningProblem, *, max_columns: int = 300) -> Bounds:
     """All bounds of a problem (seconds: the LPs are solved to about 1e-4)."""
     depth: dict[str, int] = {}
     for m in problem.metaops:

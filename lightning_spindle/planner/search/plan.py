@@ -1,0 +1,157 @@
+"""The search as a planner: its budget, its finalists, its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from random import Random
+
+from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.planner import PLANNERS
+from lightning_spindle.planner.bounds import across_levels, critical_path_ms
+from lightning_spindle.planner.placement import place
+from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.report import with_figures
+from lightning_spindle.planner.search.anneal import Budget, Clock, Cooling, anneal_from
+from lightning_spindle.planner.search.decode import Schedule, decode
+from lightning_spindle.planner.search.instance import Instance, Order, instance
+from lightning_spindle.planner.search.start import from_plan, one_slice_each, rounded
+from lightning_spindle.planner.timing import UnplacedRun
+
+Score = Callable[[ExecutionPlan], float]
+"""What a plan costs when it runs, smaller is better: the simulator's iteration time, say."""
+
+_CAPACITIES = (1.0, 0.85, 0.7, 1.15, 1.35)
+_METAOPS_MOVES_PER_S = 700_000
+"""Moves times MetaOps that fit into a second with some to spare (measured on one core of 2.x GHz)."""
+_FEW_METAOPS = 14
+_START_SHARE, _SEARCH_SHARE = 0.5, 0.9
+"""Shares of the time limit after which no start is tried any more, and after which the search ends."""
+_SAME_TIME_MS = 1e-9
+_FEW_SLICES = 0.005
+"""Cost of a slice, as a share of the makespan, for the finalists with few splits."""
+
+
+def plan_search(
+    problem: PlanningProblem,
+    *,
+    time_limit_s: float | None = 1.0,
+    seed: int = 0,
+    moves: int | None = None,
+    score: Score | None = None,
+) -> ExecutionPlan:
+    """The best plan that ``moves`` moves find; never worse than another planner's of this package.
+
+    ``moves`` (default: what takes about ``time_limit_s``, or a second where that is None) is the
+    budget: equal problem, seed and budget give equal plans, on any machine and in any process,
+    unless the time limit ended the search, which the report then says (``capped`` 1, else 0).
+    With a ``score`` the finalists, among them plans with few splits and plans that keep each
+    MetaOp on its devices, are compared by it instead of by their makespan.
+
+    The report says how far from a lower bound (``bound_ms``) the plan ended: ``gap`` is makespan over
+    bound, less 1. Links that are not ideal are part of the makespan, not of the bound.
+
+    Raises:
+        ValueError: no plan found fits the devices' memory; the message is the first refusal.
+    """
+    clock = Clock(time_limit_s)
+    found = instance(problem)
+    others, refusals = _others(problem, seed)
+    bound_ms, starts = _starts(problem, found, others, clock)
+    count = moves if moves is not None else default_moves(len(found.layers), time_limit_s or 1.0)
+    budget = Budget(count, clock, _SEARCH_SHARE)
+    real = score is not None or _has_costs(found)
+    finalists: list[ExecutionPlan] = []
+    for schedule in _search(found, starts, budget, seed, real=real):
+        try:
+            runs = place(unplaced_runs(found, schedule), problem)
+        except ValueError as refusal:
+            refusals.append(refusal)
+            continue
+        finalists.append(with_figures("search", runs, problem, {}))
+    finalists += [replace(plan, planner="search") for plan in others]
+    if not finalists:
+        raise refusals[0]
+    best = min(finalists, key=score or (lambda plan: plan.makespan_ms))
+    return best.with_report(
+        {
+            "bound_ms": bound_ms,
+            "gap": best.makespan_ms / bound_ms - 1.0,
+            "capped": float(clock.capped),
+            "moves": float(count),
+        }
+    )
+
+
+def default_moves(metaops: int, seconds: float) -> int:
+    """Moves that take a little less than ``seconds``: about 23,000 a second for 30 MetaOps."""
+    return max(1, int(seconds * _METAOPS_MOVES_PER_S / max(metaops, _FEW_METAOPS)))
+
+
+def unplaced_runs(found: Instance, schedule: Schedule) -> list[UnplacedRun]:
+    """The runs of a schedule; slices of one allocation that follow each other at once are one run."""
+    done = [0] * len(found.layers)
+    open_: dict[int, UnplacedRun] = {}
+    runs: list[UnplacedRun] = []
+    for (m, n, d, l, _), start in zip(schedule.order, schedule.starts, strict=True):
+        first, done[m] = done[m], done[m] + l
+        last = open_.get(m)
+        if last is not None and last.n == n and abs(last.end_ms - start) < _SAME_TIME_MS:
+            open_[m] = replace(last, last=done[m], end_ms=start + d)
+            continue
+        if last is not None:
+            runs.append(last)
+        open_[m] = UnplacedRun(found.names[m], first, done[m], n, start, start + d)
+    return [*runs, *open_.values()]
+
+
+def _others(problem: PlanningProblem, seed: int) -> tuple[list[ExecutionPlan], list[ValueError]]:
+    """The plans of the other planners, and the refusals of those that found none."""
+    plans: list[ExecutionPlan] = []
+    refusals: list[ValueError] = []
+    for name, planner in PLANNERS.items():
+        if name != "search":
+            try:
+                plans.append(planner(problem, time_limit_s=None, seed=seed))
+            except ValueError as refusal:
+                refusals.append(refusal)
+    return plans, refusals
+
+
+def _starts(
+    problem: PlanningProblem, found: Instance, others: Iterable[ExecutionPlan], clock: Clock
+) -> tuple[float, list[Order]]:
+    """A lower bound, and orders to start from, the shortest schedules first."""
+    bound_ms = critical_path_ms(problem)
+    orders = [order for plan in others if (order := from_plan(found, plan)) is not None]
+    for capacity in _CAPACITIES:
+        if capacity != _CAPACITIES[0] and clock.passed(_START_SHARE):
+            break
+        table = None if capacity == 1.0 and not _has_costs(found) else found.table()
+        relaxed = across_levels(problem, capacity=capacity, table=table)
+        if table is None:
+            bound_ms = max(bound_ms, relaxed.span_ms)
+        orders += rounded(found, relaxed)
+    spans = [decode(found, order).makespan_ms for order in orders]
+    ranked = sorted(range(len(orders)), key=lambda i: (spans[i], i))
+    return bound_ms, [orders[i] for i in ranked]
+
+
+def _has_costs(found: Instance) -> bool:
+    return any(any(extra) for extra in found.slice_ms)
+
+
+def _search(
+    found: Instance, starts: list[Order], budget: Budget, seed: int, *, real: bool
+) -> Iterator[Schedule]:
+    """Finalists: the best schedule; where plans cost more than their makespan, ones with fewer splits too."""
+    random = Random(seed)
+    if not real:
+        yield anneal_from(found, starts, budget, random, Cooling())
+        return
+    third = 1.0 / 3.0
+    yield anneal_from(found, starts, budget.part(third), random, Cooling())
+    yield anneal_from(found, starts, budget.part(third, 2 * third), random, Cooling(slice_weight=_FEW_SLICES))
+    single = [one_slice_each(found, order) for order in starts]
+    single.sort(key=lambda order: decode(found, order).makespan_ms)
+    yield anneal_from(found, single, budget.part(third, third), random, Cooling(), split=False)
