@@ -111,8 +111,12 @@ class ExecutionPlan:
         _check_pins(self.runs, graph)
 
     def digest(self) -> str:
-        """A short hash of everything that decides what runs where; equal plans, equal digests."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """A short hash of everything that decides what runs where; equal plans, equal digests.
+
+        Who planned, and what was promised (makespan, report), does not count.
+        """
+        body = {"format": FORMAT, "devices": self.devices, "runs": [_run_to_dict(run) for run in self.runs]}
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         body = {
@@ -134,6 +138,9 @@ class ExecutionPlan:
         """
         try:
             body = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"invalid plan: the text is no JSON ({e})") from e
+        try:
             if body["format"] != FORMAT:
                 raise ValueError(f"invalid plan: format {body['format']}, this version reads {FORMAT}")
             runs = tuple(_run_from_dict(r) for r in body["runs"])
@@ -168,8 +175,8 @@ def _run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def _run_from_dict(body: Mapping[str, Any]) -> Run:
-    first, last = body["layers"]
-    devices = tuple(body["devices"])
+    first, last = _integers(body["layers"], 2)
+    devices = _integers(body["devices"])
     configuration = body.get("configuration") or {"data": len(devices)}
     return Run(
         metaop=body["metaop"],
@@ -181,6 +188,13 @@ def _run_from_dict(body: Mapping[str, Any]) -> Run:
         configuration=Configuration(**configuration),
         stage=body.get("stage"),
     )
+
+
+def _integers(numbers: Any, count: int | None = None) -> tuple[int, ...]:
+    found = tuple(numbers)
+    if count not in (None, len(found)) or not all(type(n) is int for n in found):
+        raise TypeError(f"{numbers!r} where {count or 'some'} whole numbers belong")
+    return found
 
 
 def _check_run(run: Run, devices: int) -> None:
