@@ -10,9 +10,7 @@ from lightning_spindle.planner.problem import LayerTime
 
 SAMPLES = Samples(
     {"b/x": {4: LayerTime(0.1, 0.3), 8: LayerTime(1 / 3, 2 / 3)}, "a/loss": {8: LayerTime(0.25, 0.0)}},
-    LinkSamples(
-        Link(1.25e-4, 1.7e9), Link(1e-3, 1e8), {2: Link(6e-4, 1e9), 4: Link(5e-3, math.inf)}, 0.005
-    ),
+    LinkSamples(Link(1.25e-4, 1.7e9), Link(1e-3, 1e8), {2: Link(6e-4, 1e9), 4: Link(5e-3, math.inf)}, 0.005),
     busy=4,
     cores=2,
     repeats=3,
