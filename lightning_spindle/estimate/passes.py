@@ -70,7 +70,6 @@ class TaskPasses:
         self._device = device
         self._values = capture.graph.value_map()
         self._whole: dict[str, Any] = {}
-        self._copied: set[str] = set()
         graph = capture.graph
         carrying = graph.gradient_values(n for n, p in parameters.items() if p.requires_grad)
         leading = graph.loss_operators()
@@ -139,18 +138,10 @@ class TaskPasses:
             leaves[s.index] if isinstance(s, LeafRef) else given[s.name] if isinstance(s, ValueRef) else 0
             for s in piece.sources
         ]
-        call = self._callables[operator.name]
-        if operator.name not in self._copied:
-            try:
-                outputs = self._timed(operator.name, call, arguments, watch)
-            except RuntimeError as e:
-                # Autograd refuses to overwrite a leaf; the operator then gets copies from here on.
-                if "in-place" not in str(e):
-                    raise
-                self._copied.add(operator.name)
-        if operator.name in self._copied:
-            copies = {id(t): t.clone() for t in given.values() if isinstance(t, torch.Tensor)}
-            outputs = self._timed(operator.name, call, [copies.get(id(a), a) for a in arguments], watch)
+        start = watch.mark()
+        with operator_randomness(self._device, 0, 0, operator.name, 0):
+            outputs = self._callables[operator.name](*arguments)
+        watch.interval(start)
         named = dict(zip(piece.outputs, outputs, strict=True))
         env.update(named)
         if operator.layout is Layout.WHOLE:
@@ -164,15 +155,6 @@ class TaskPasses:
             if n in self._roots and isinstance(v, torch.Tensor) and v.requires_grad
         }
         return _Done(operator, tensors, roots)
-
-    def _timed(
-        self, name: str, call: Callable[..., tuple[Any, ...]], arguments: list[Any], watch: _Watch
-    ) -> tuple[Any, ...]:
-        start = watch.mark()
-        with operator_randomness(self._device, 0, 0, name, 0):
-            outputs = call(*arguments)
-        watch.interval(start)
-        return outputs
 
     def _detached(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

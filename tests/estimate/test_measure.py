@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAccuracy
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LeafLayout, LeafRef, Piece, ValueRef
 from lightning_spindle.estimate.links import measure_links
 from lightning_spindle.estimate.measure import _Unit, measure, row_counts
-from lightning_spindle.estimate.passes import OperatorTime
+from lightning_spindle.estimate.passes import OperatorTime, TaskPasses
 from lightning_spindle.estimate.problem import cluster_from, measured_costs, planning_problem
 from lightning_spindle.estimate.samples import Samples
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter, Reduction, Result, Value
@@ -180,12 +180,16 @@ def test_without_any_budget_every_operator_has_one_figure() -> None:
     assert found.repeats == 0
 
 
-def test_time_grows_with_rows() -> None:
-    samples = threads(lambda transport: measured(transport, 3.0, slowed()), 2)[0]
-    times = samples.operators["pair/image.0"]
-    assert times[7].forward_ms == pytest.approx(140, rel=0.2)
-    assert times[4].forward_ms == pytest.approx(80, rel=0.2)
-    assert times[7].backward_ms < 20
+def test_a_pass_sees_its_rows_only() -> None:
+    model = slowed()
+    capture = handmade.capture(model)
+    parameters = dict(model.named_parameters())
+    passes = TaskPasses("pair", capture, build(capture), parameters, example()["pair"], CPU)
+    for rows in (7, 4, 1):
+        found = {t.operator: t for t in passes.run(rows)}
+        assert ("pair/loss" in found) == (rows == 7)
+        assert 20 * rows <= found["pair/image.0"].forward_ms < 20 * rows + 100
+        assert 0 < found["pair/image.0"].backward_ms < 100
 
 
 def test_a_task_without_a_batch_is_named() -> None:
@@ -218,13 +222,13 @@ def test_frozen_parameters_have_no_backward() -> None:
 
 
 class Stateful(nn.Module):
-    """Dropout, BatchNorm (couples samples, writes buffers), an in-place layer and a metric."""
+    """Dropout, BatchNorm (couples samples, writes buffers), plain attributes and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
-        self.act = nn.ReLU(inplace=True)
+        self.act = nn.ReLU()
         self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(4, 1)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
