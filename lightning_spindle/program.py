@@ -181,6 +181,34 @@ class Program:
         """Parameter device groups of more than one device, in one order for all ranks."""
         return tuple(sorted({b.devices for b in self.buckets}))
 
+    def task(self, instruction: Instruction) -> str:
+        """The task that an instruction works for; "" where several share it."""
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self.runs[instruction.index].task
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                return self.runs[self.edges[instruction.index].source].task
+            case Kind.REDUCE:
+                tasks = {self.runs[r].task for r in self.buckets[instruction.index].runs}
+                return tasks.pop() if len(tasks) == 1 else ""
+            case Kind.EXCHANGE:
+                return ""
+
+    def label(self, instruction: Instruction) -> str:
+        """What an instruction is called in timelines: "image_text/vision[0:2]", "x, 0 to 2"."""
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self.runs[instruction.index].label
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                value = self.edges[instruction.index].value
+                sender, receiver = self.participants(instruction)
+                what = value if instruction.kind is Kind.ACTIVATION else f"gradient of {value}"
+                return f"{what}, {sender} to {receiver}"
+            case Kind.REDUCE:
+                return f"gradients of {len(self.buckets[instruction.index].parameters)} parameters"
+            case Kind.EXCHANGE:
+                return "losses and logged values"
+
     def describe(self, instruction: Instruction) -> str:
         """An instruction in words, for messages: "A5:0>1 (image_text/x, rank 0 to rank 2)"."""
         ranks = self.participants(instruction)

@@ -193,21 +193,12 @@ class _Simulation:
             self.out_of_s[r] = end_s
         for r in receivers:
             self.into_s[r] = end_s
-        label, category, task = self._talk(step)
+        i = step.instruction
+        label, task = self.program.label(i), self.program.task(i)
+        category = Category.SYNC if i.kind is Kind.REDUCE else Category.TRANSFER
         for rank in step.ranks:
             self._event(rank, start_s, end_s, step.text, label, category, task)
         self._push(end_s, step)
-
-    def _talk(self, step: Step) -> tuple[str, Category, str]:
-        i, runs = step.instruction, self.program.runs
-        if i.kind is Kind.REDUCE:
-            bucket = self.program.buckets[i.index]
-            tasks = {runs[r].task for r in bucket.runs}
-            label = f"gradients of {len(bucket.parameters)} parameters"
-            return label, Category.SYNC, tasks.pop() if len(tasks) == 1 else ""
-        edge = self.program.edges[i.index]
-        value = edge.value if i.kind is Kind.ACTIVATION else f"gradient of {edge.value}"
-        return f"{value}, {step.ranks[0]} to {step.ranks[1]}", Category.TRANSFER, runs[edge.source].task
 
     def _end_of_step(self, step: Step, now_s: float) -> None:
         if step.instruction.kind is Kind.EXCHANGE:
@@ -244,7 +235,7 @@ class _Simulation:
 
     def _meet(self, step: Step, now_s: float) -> None:
         """All ranks are at the exchange: they waited for the last, and now exchange."""
-        label = "losses and logged values"
+        label = self.program.label(step.instruction)
         for rank in step.ranks:
             self._event(rank, self.ranks[rank].stalled_s, now_s, step.text, label, Category.WAIT)
             self._event(rank, now_s, now_s + step.seconds, step.text, label, Category.SYNC)
