@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_spindle
+from lightning_spindle import _registration
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "lightning", "torchmetrics", "hydra", "matplotlib", "sklearn")
@@ -26,38 +27,34 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["lightning_spindle", "lightning_spindle.planner"])
-def test_importing_the_planner_brings_no_torch(module: str) -> None:
-    loaded = run_python(f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])")
-    assert loaded == ""
-
-
 PURE = ["graph", "cluster", "costs", "plan", "timeline", "program", "simulate", "planner"]
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_bring_no_torch(name: str) -> None:
-    module = f"lightning_spindle.{name}"
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"no {module} in this build")
-    loaded = run_python(f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])")
-    assert loaded == ""
+def test_the_pure_part_brings_no_torch() -> None:
+    code = f"""
+import importlib, sys
+for name in ("", *(f".{{name}}" for name in {PURE})):
+    importlib.import_module("lightning_spindle" + name)
+    loaded = [heavy for heavy in {HEAVY} if heavy in sys.modules]
+    assert not loaded, f"lightning_spindle{{name}} brings {{loaded}}"
+"""
+    run_python(code)
+
+
+def test_importing_the_planner_alone_brings_no_torch() -> None:
+    run_python("import sys, lightning_spindle.planner; assert 'torch' not in sys.modules")
 
 
 @pytest.mark.parametrize(
     "imports",
-    [
-        "import lightning_spindle, lightning.pytorch.strategies as s",
-        "import lightning.pytorch.strategies as s, lightning_spindle",
-        "import lightning_spindle.planner, lightning as L; s = L.pytorch.strategies",
-        "import lightning as L, lightning_spindle; s = L.pytorch.strategies",
-    ],
-    ids=["spindle-first", "lightning-first", "planner-first", "top-level"],
+    ["import lightning_spindle.planner, lightning", "import lightning, lightning_spindle"],
+    ids=["planner-first", "lightning-first"],
 )
 def test_strategy_is_registered_in_either_import_order(imports: str) -> None:
     code = f"""
 import sys
 {imports}
+s = lightning.pytorch.strategies
 assert "spindle" in s.StrategyRegistry.available_strategies()
 assert "lightning_spindle.strategy" not in sys.modules, "the strategy is imported when a Trainer asks for it"
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("lightning_spindle")]
@@ -67,16 +64,15 @@ assert "exec_module" not in vars(s.__loader__)
     run_python(code)
 
 
-def test_registering_twice_keeps_what_is_there() -> None:
-    code = """
-import importlib, lightning.pytorch.strategies as s
-mine = lambda: "mine"
-s.StrategyRegistry.register("spindle", mine)
-import lightning_spindle
-importlib.reload(lightning_spindle)
-assert s.StrategyRegistry["spindle"]["strategy"] is mine
-"""
-    run_python(code)
+def test_registering_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch import strategies
+
+    registry = type(strategies.StrategyRegistry)()
+    monkeypatch.setattr(strategies, "StrategyRegistry", registry)
+    registry.register("spindle", dict)
+    _registration.register_when_lightning_is_imported()
+    _registration.register_when_lightning_is_imported()
+    assert registry["spindle"]["strategy"] is dict
 
 
 @needs_strategy
