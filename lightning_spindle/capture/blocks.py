@@ -33,9 +33,7 @@ def _walk(module: nn.Module, operators: tuple[type[nn.Module], ...], blocks: set
     for child in module.children():
         if is_metric(child):
             continue
-        if isinstance(child, operators):
-            blocks.add(child)
-        elif child in repeated and not _is_entered(child, operators):
+        if isinstance(child, operators) or (child in repeated and not _is_entered(child, operators)):
             blocks.add(child)
         else:
             _walk(child, operators, blocks)

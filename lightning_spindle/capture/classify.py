@@ -17,38 +17,35 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.evaluate import (
-    Deterministic, classification, filled, noisy_state, perturbed, run_node, with_tensors,
-)  # fmt: skip
+    Deterministic,
+    classification,
+    filled,
+    noisy_state,
+    perturbed,
+    run_node,
+    with_tensors,
+)
+from lightning_spindle.capture.kinds import (
+    ALL_ROWS,
+    PARTS,
+    PERMUTED,
+    ROWS,
+    STATIC,
+    WHOLE,
+    Kind,
+    alike,
+    kind_of,
+    of_scalar,
+    permuted_kind,
+)
 from lightning_spindle.capture.layout import pick, pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.stirred import stirred
 from lightning_spindle.capture.tracer import StepTrace
 
-ROWS = 6
-_CUTS = (((0,), (1, 2, 3, 4, 5)), ((4, 1), (5, 0, 3, 2)))
-_PERMUTED = (3, 5, 0, 4, 2, 1)
-_WHOLE = tuple(range(ROWS))
-_PARTS = [part for cut in _CUTS for part in cut]
 _SHAPE_ONLY = {"size", "dim", "numel", "stride", "ndimension", "is_floating_point", "new_zeros", "new_ones",
                "new_full", "new_empty", "new_tensor", "get_device", "is_complex", "nelement"}  # fmt: skip
 _SHAPE_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "itemsize"}
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.complex128: 1e-8}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How one tensor relates to rows.
-
-    ``rows``: dimension ``dim`` holds ``per_row`` entries a row. ``static``: equal on all parts.
-    ``size``: a function of the number of rows alone. ``mean``/``sum``: the parts' values make
-    the whole's by a mean weighted by rows / by addition. ``whole``: needs all rows.
-    """
-
-    tag: str
-    dim: int | None = None
-    per_row: int = 1
-
-
-STATIC, SIZE, MEAN, SUM, WHOLE = Kind("static"), Kind("size"), Kind("mean"), Kind("sum"), Kind("whole")
 
 
 @dataclass
@@ -73,7 +70,7 @@ class Info:
 def classify(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> dict[fx.Node, Info]:
     """Every node's ``Info``, in float64 with noisy parameters; in the model's own type where that fails."""
     rows = layout.rows(list(leaves))
-    example = pick_rows(leaves, layout, [row % rows for row in _WHOLE])
+    example = pick_rows(leaves, layout, [row % rows for row in ALL_ROWS])
     attempts: list[tuple[torch.dtype | None, bool]] = [
         (torch.float64, True), (None, True), (torch.float64, False), (None, False),
     ]  # fmt: skip
@@ -123,7 +120,7 @@ class _Classifier:
 
     def run(self) -> None:
         """Classify all nodes in order."""
-        self.own = {part: {} for part in (*_PARTS, _PERMUTED)}
+        self.own = {part: {} for part in (*PARTS, PERMUTED)}
         leaf_of = {node: i for i, node in enumerate(self.trace.leaves) if node is not None}
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -152,7 +149,7 @@ class _Classifier:
             info.kinds, info.coupling = [WHOLE if alone else STATIC] * len(flat), info.draws
         elif "whole" in inputs and not inputs - {"whole", "static", "size"}:
             info.kinds = [WHOLE] * len(flat)
-            self._run_part(node, _PERMUTED, restore)
+            self._run_part(node, PERMUTED, restore)
         else:
             self._judge(node, info, flat, inputs, restore)
         if writes:
@@ -162,26 +159,52 @@ class _Classifier:
     def _judge(
         self, node: fx.Node, info: Info, flat: list[Any], inputs: set[str], restore: Callable[..., None]
     ) -> None:
-        parts = [self._run_part(node, part, restore) for part in _PARTS]
+        parts = [self._run_part(node, part, restore) for part in PARTS]
         shapes_only = not inputs - {"static", "size"} or _reads_shapes(node)
         kept = not (info.draws or self._is_anchor(node))
         kinds: list[Kind | None] = [None] * len(flat)
         if all(part is not None and len(part) == len(flat) for part in parts):
             for i, leaf in enumerate(flat):
-                kinds[i] = _kind(leaf, [part[i] for part in parts if part is not None], shapes_only, kept)
+                kinds[i] = kind_of(leaf, [part[i] for part in parts if part is not None], shapes_only, kept)
+        if node.target is patches.as_scalar and isinstance(node.args[0], fx.Node):
+            kinds = [of_scalar(kinds[0], self.infos[node.args[0]].kinds)]
         found = [kind for kind in kinds if kind is not None]
+        if len(flat) == 1 and not found and not info.writes:
+            found = self._judge_stirred(node, flat[0], parts)
         if len(found) < len(flat) or (
             "rows" in {k.tag for k in found} and {k.tag for k in found} & {"mean", "sum"}
         ):
             info.coupling = True
-            self._run_part(node, _PERMUTED, restore)
-            permuted = self.own[_PERMUTED].get(node)
-            other = tree_flatten(permuted)[0] if node in self.own[_PERMUTED] else [None] * len(flat)
-            info.kinds = [_permuted_kind(a, b) for a, b in zip(flat, other, strict=True)]
+            self._run_part(node, PERMUTED, restore)
+            permuted = self.own[PERMUTED].get(node)
+            other = tree_flatten(permuted)[0] if node in self.own[PERMUTED] else [None] * len(flat)
+            info.kinds = [permuted_kind(a, b) for a, b in zip(flat, other, strict=True)]
             return
         info.kinds = found
         if {k.tag for k in found} & {"mean", "sum"}:
-            self._run_part(node, _PERMUTED, restore)
+            self._run_part(node, PERMUTED, restore)
+
+    def _judge_stirred(self, node: fx.Node, whole: Any, parts: list[list[Any] | None]) -> list[Kind]:
+        """Where all parts happen to give the same (an accuracy of zero), other inputs tell."""
+        if not all(part is not None and len(part) == 1 and alike(whole, part[0]) for part in parts):
+            return []
+        inputs = {n: stirred(self.values[n], self.infos[n].kinds) for n in node.all_input_nodes}
+        values = []
+        try:
+            for part in (ALL_ROWS, *PARTS):
+                args, kwargs = filled(node, lambda n, part=part: self._stirred_value(n, inputs[n], part))
+                values.append(run_node(self.trace.holder, node, args, kwargs, self.dtype))
+        except Exception:
+            return []
+        kind = (
+            None if all(alike(values[0], v) for v in values) else kind_of(values[0], values[1:], False, False)
+        )
+        return [] if kind is None else [kind]
+
+    def _stirred_value(self, node: fx.Node, stir: Any, part: tuple[int, ...]) -> Any:
+        if stir is not None:
+            return stir(part)
+        return self.values[node] if part is ALL_ROWS else self._part_value(node, part)
 
     # ------------------------------------------------------------------------------------- running
     def _run_whole(self, node: fx.Node) -> tuple[tuple[str, ...], Callable[..., None]]:
@@ -236,7 +259,7 @@ class _Classifier:
         for i, (leaf, kind) in enumerate(zip(whole, self.infos[node].kinds, strict=True)):
             if kind.tag == "rows":
                 leaves.append(pick(leaf, kind.dim, kind.per_row, part))
-            elif kind.tag == "static" or (kind.tag == "whole" and part is not _PERMUTED):
+            elif kind.tag == "static" or (kind.tag == "whole" and part is not PERMUTED):
                 leaves.append(leaf)
             elif own is None:
                 raise RuntimeError(f"{node} has no value for a part of the rows")
@@ -283,83 +306,3 @@ def _reads_shapes(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _SHAPE_ATTRIBUTES
     return node.target is patches.length
-
-
-def _kind(whole: Any, parts: list[Any], shapes_only: bool, kept: bool) -> Kind | None:
-    """The kind that holds on all parts, None where there is none."""
-    if not isinstance(whole, torch.Tensor):
-        if all(type(p) is type(whole) and p == whole for p in parts):
-            return STATIC if shapes_only or whole is None else None
-        if shapes_only:
-            return SIZE
-        return (
-            _reduced(torch.as_tensor(whole), [torch.as_tensor(p) for p in parts])
-            if _numbers([whole, *parts])
-            else None
-        )
-    if not all(isinstance(p, torch.Tensor) for p in parts):
-        return None
-    if shapes_only and kept:
-        return STATIC if all(_alike(whole, p) for p in parts) else SIZE
-    rows = _rows(whole, list(zip(_PARTS, parts, strict=True)))
-    if rows is not None:
-        return rows
-    if shapes_only and all(_alike(whole, p) for p in parts):
-        return STATIC
-    return None if all(_alike(whole, p) for p in parts) else _reduced(whole, parts)
-
-
-def _permuted_kind(whole: Any, permuted: Any) -> Kind:
-    if (
-        isinstance(whole, torch.Tensor)
-        and isinstance(permuted, torch.Tensor)
-        and whole.shape == permuted.shape
-    ):
-        if not _alike(whole, permuted):
-            return _rows(whole, [(_PERMUTED, permuted)]) or WHOLE
-    return WHOLE
-
-
-def _rows(whole: torch.Tensor, parts: list[tuple[tuple[int, ...], torch.Tensor]]) -> Kind | None:
-    for dim, entries in enumerate(whole.shape):
-        if entries == 0 or entries % ROWS:
-            continue
-        per_row = entries // ROWS
-        if all(
-            part.dim() == whole.dim()
-            and part.shape[dim] == per_row * len(index)
-            and _alike(pick(whole, dim, per_row, index), part)
-            for index, part in parts
-        ):
-            return Kind("rows", dim, per_row)
-    return None
-
-
-def _reduced(whole: torch.Tensor, parts: list[torch.Tensor]) -> Kind | None:
-    if whole.dtype is torch.bool or whole.is_complex() or any(p.shape != whole.shape for p in parts):
-        return None
-    pairs = list(zip(_PARTS, parts, strict=True))
-    cuts = [pairs[:2], pairs[2:]]
-    if whole.is_floating_point() and all(
-        _alike(whole, sum(p * (len(i) / ROWS) for i, p in cut).to(whole.dtype))
-        for cut in cuts  # type: ignore
-    ):
-        return MEAN
-    if all(_alike(whole, sum(p for _, p in cut).to(whole.dtype)) for cut in cuts):  # type: ignore
-        return SUM
-    return None
-
-
-def _numbers(values: list[Any]) -> bool:
-    return all(isinstance(v, (int, float)) for v in values)
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    tolerance = _TOLERANCE.get(a.dtype, 3e-2)
-    finite = a[a.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)

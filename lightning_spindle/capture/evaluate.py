@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,9 +21,18 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
-from lightning_spindle.capture.tracer import Holder
 
 State = dict[str, torch.Tensor]
+
+
+class Holder(nn.Module):
+    """Stands for the model in a trace: its own modules and parameters, and room for constants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._modules = model._modules
+        self._parameters = model._parameters
+        self._buffers = model._buffers
 
 
 def noisy_state(model: nn.Module, dtype: torch.dtype | None, generator: torch.Generator) -> State:
@@ -72,16 +82,14 @@ def with_tensors(holder: Holder, state: State, call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _flat_weights(holder: nn.Module) -> Iterator[None]:
-    """Recurrent modules keep a list of their weights, which must follow the exchange."""
+    """Recurrent modules keep lists of their weights, which they renew when the weights were exchanged."""
     recurrent = [m for m in holder.modules() if isinstance(m, nn.RNNBase)]
-    before = [m._flat_weights for m in recurrent]
-    for m in recurrent:
-        m.__dict__["_flat_weights"] = [getattr(m, name) for name in m._flat_weights_names]
+    kept = [{k: v for k, v in vars(m).items() if k.startswith("_flat_weight")} for m in recurrent]
     try:
         yield
     finally:
-        for m, weights in zip(recurrent, before, strict=True):
-            m.__dict__["_flat_weights"] = weights
+        for m, lists in zip(recurrent, kept, strict=True):
+            vars(m).update(lists)
 
 
 @contextmanager
@@ -222,6 +230,7 @@ def classification(mode: Deterministic, dtype: torch.dtype | None) -> Iterator[N
         stack.enter_context(kept_generators(0))
         stack.enter_context(default_dtype(dtype))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(mode)
         yield
 

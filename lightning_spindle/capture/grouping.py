@@ -151,8 +151,7 @@ class Grouping:
     def _is_layer(self, node: fx.Node) -> bool:
         return self.is_anchor(node) and (
             self.is_block(node)
-            or not self.infos[node].tags & {"mean", "sum"}
-            and "rows" in self.infos[node].tags
+            or (not self.infos[node].tags & {"mean", "sum"} and "rows" in self.infos[node].tags)
         )
 
     # ------------------------------------------------------------------------------------- assignment
@@ -248,7 +247,7 @@ class Grouping:
 
     def _meet(self, node: fx.Node, producers: set[Group]) -> None:
         """Light operators that read the batch alone become one where they meet: a stem."""
-        if len(producers) < 2 or node not in self.leads_on and not self.is_anchor(node):
+        if len(producers) < 2 or (node not in self.leads_on and not self.is_anchor(node)):
             return
         if any(g.role != "light" or g.whole or self.upstream(g) for g in producers):
             return

@@ -44,6 +44,15 @@ def length(value: Any) -> int:
     return len(value)
 
 
+def reads_structure(node: fx.Node) -> bool:
+    """Whether a node asks for what all batches have in common: type, device, number of dimensions."""
+    if node.op == "call_method":
+        return node.target in ("dim", "ndimension", "is_floating_point", "is_complex")
+    return node.target is getattr and node.args[1] in (
+        "ndim", "dtype", "device", "is_cuda", "is_nested", "layout", "is_sparse", "is_quantized",
+    )  # fmt: skip
+
+
 def update_metric(metric: Any, *args: Any, **kwargs: Any) -> None:
     """``metric.update(...)``, as a traced graph calls it."""
     metric.update(*args, **kwargs)
@@ -101,7 +110,7 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _len(original: Callable[[Any], int]) -> Callable[[Any], Any]:
     def len_or_node(value: Any) -> Any:
-        if type(value) is fx.Proxy:
+        if isinstance(value, fx.Proxy) and not isinstance(value.node.meta.get("shadow"), (tuple, list)):
             return value.tracer.create_proxy("call_function", length, (value,), {})
         return original(value)
 
@@ -141,6 +150,8 @@ class _ModelTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.tracer.shadowing:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "size", "dim", "numel", "__set__", "stride", "__hash__", "__repr__"):
             return func(*args, **kwargs)
@@ -169,7 +180,7 @@ def _encoder_layers(
     src_key_padding_mask: Any = None,
     is_causal: bool | None = None,
 ) -> Any:
-    """``nn.TransformerEncoder.forward`` layer by layer (its own reads shapes to pick a nested-tensor path)."""
+    """``nn.TransformerEncoder.forward`` layer by layer (its own looks for a nested-tensor path)."""
     for layer in stack.layers:
         src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
     return src if stack.norm is None else stack.norm(src)

@@ -6,7 +6,7 @@ Module and parameter names are those of the model (first of ``named_modules``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,24 +17,11 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
-from lightning_spindle.capture.blocks import find_blocks, is_leaf
+from lightning_spindle.capture.blocks import find_blocks, is_leaf, is_metric
 from lightning_spindle.capture.errors import StepOutputError, TraceError, reason_of
+from lightning_spindle.capture.evaluate import Holder, filled, plain_state, run_node, with_tensors
 from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.pieces import LogCall
-
-
-class Holder(nn.Module):
-    """Stands for the model in a trace: its own modules and parameters, and room for constants."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._modules = model._modules
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-
-    def forward(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` (inside ``torch.func.functional_call``: with other tensors)."""
-        return call()
 
 
 @dataclass
@@ -84,6 +71,7 @@ class StepTracer(fx.Tracer):
     """A tracer whose operators are leaves and that refuses to freeze state."""
 
     proxy_buffer_attributes = True
+    trace_asserts = True
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -92,8 +80,7 @@ class StepTracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
         self.logged: list[tuple[str, Any, dict[str, Any]]] = []
         self._names: dict[int, str] = {}
-        for name, tensor in [*step.model.named_buffers(), *step.model.named_parameters()]:
-            self._names[id(tensor)] = name
+        self.shadowing = False
         self._fetched: dict[str, fx.Proxy] = {}
         self._autocast = _autocast_state()
 
@@ -113,9 +100,17 @@ class StepTracer(fx.Tracer):
             found["results"] = {key: self._result(key, value) for key, value in values.items()}
             return tuple(found["results"].values())
 
-        self._run, self._leaves = run, leaves
-        with patches.tracing(self, self.step.model):
-            graph = self.trace(holder)
+        def trace() -> fx.Graph:
+            named = [*self.step.model.named_buffers(), *self.step.model.named_parameters()]
+            self._names = {id(tensor): name for name, tensor in named}
+            with patches.tracing(self, self.step.model):
+                return self.trace(holder)
+
+        self._run = run
+        self._leaves = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+        graph = with_tensors(holder, plain_state(holder, requires_grad=False), trace)
+        for node in graph.nodes:
+            node.meta.pop("shadow", None)
         found["results"] = {key: proxy.node for key, proxy in found["results"].items()}
         index = next(n for n in graph.nodes if n.op == "placeholder" and n.target == "batch_idx")
         return StepTrace(
@@ -178,7 +173,9 @@ class StepTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """A node for an operator; else the call is traced through, or becomes a node where that fails."""
-        if not _has_proxies((args, kwargs)) and not _has_state(m):
+        if self.shadowing:
+            return forward(*args, **kwargs)
+        if not _has_state(m) and (m not in self.submodule_paths or not _has_proxies((args, kwargs))):
             return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
@@ -205,7 +202,7 @@ class StepTracer(fx.Tracer):
     # ------------------------------------------------------------------------- tensors of the model
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Parameters and buffers are fetched by a node each."""
-        if isinstance(attr_val, torch.Tensor) and id(attr_val) in self._names:
+        if not self.shadowing and isinstance(attr_val, torch.Tensor) and self.owns(attr_val):
             return self.fetch(attr_val)
         return attr_val
 
@@ -235,7 +232,62 @@ class StepTracer(fx.Tracer):
             raise TraceError("the step uses torch.autocast itself")
         node = super().create_node(*args, **kwargs)
         node.meta["grad"] = torch.is_grad_enabled()
+        self._shadow(node)
         return node
+
+    # ------------------------------------------------------------------------------------- shadows
+    def _shadow(self, node: fx.Node) -> None:
+        """Run ``node`` on the example, so that the structure of its value (never its sizes) is known."""
+        if node.op == "placeholder":
+            index = str(node.target).removeprefix("leaf_")
+            node.meta["shadow"] = self._leaves[int(index)] if index.isdigit() else 0
+            return
+        inputs = node.all_input_nodes
+        if node.op == "output" or any("shadow" not in n.meta for n in inputs) or self._is_metric(node):
+            return
+        self.shadowing = True
+        try:
+            with torch.no_grad():
+                args, kwargs = filled(node, lambda n: n.meta["shadow"])
+                node.meta["shadow"] = run_node(self.root, node, args, kwargs)
+        except Exception:
+            return  # the step itself will say so
+        finally:
+            self.shadowing = False
+        node.meta["structural"] = patches.reads_structure(node) or (
+            bool(inputs) and all(n.meta.get("structural", False) for n in inputs)
+        )
+
+    def _is_metric(self, node: fx.Node) -> bool:
+        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return is_metric(module) or node.target is patches.update_metric
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Tuples know their length."""
+        return StepProxy(node, self)
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """Tuples have the length that they have on the example; tensors are not iterated over."""
+        shadow = obj.node.meta.get("shadow")
+        if isinstance(shadow, (tuple, list)):
+            return iter([obj[i] for i in range(shadow.__len__())])
+        return super().iter(obj)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Number of dimensions, type and device may be asked for; sizes and values change."""
+        if obj.node.meta.get("structural"):
+            return bool(obj.node.meta["shadow"])
+        return super().to_bool(obj)
+
+
+class StepProxy(fx.Proxy):
+    """A proxy whose length is known where its value is a tuple."""
+
+    def __len__(self) -> int:
+        shadow = self.node.meta.get("shadow")
+        if isinstance(shadow, (tuple, list)):
+            return shadow.__len__()
+        raise TypeError("len of a traced tensor")
 
 
 def results_of(step: Step, output: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
-from lightning_spindle.capture.evaluate import kept_generators, plain_state, with_tensors
+from lightning_spindle.capture.evaluate import Holder, kept_generators, plain_state, with_tensors
 from lightning_spindle.capture.layout import unflatten
-from lightning_spindle.capture.tracer import Holder, Step, results_of
+from lightning_spindle.capture.tracer import Step, results_of
 
 _INTERNAL = set(nn.Module().__dict__)
 
@@ -46,7 +46,8 @@ def kept_attributes(model: nn.Module) -> Iterator[list[str]]:
             vars(m).clear()
             vars(m).update(own)
         for name, m, attributes in saved:
-            changed += _restore(name, m, attributes)
+            found = _restore(name, m, attributes)
+            changed += [] if type(m).__module__.startswith("torch.") else found
 
 
 def _entries(value: Any) -> Any:
