@@ -12,6 +12,7 @@ Where memory is what counts, 3 comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 from itertools import accumulate, combinations
 from math import comb
 
@@ -24,6 +25,7 @@ Inputs = Sequence[tuple[int, tuple[int, ...]]]
 _EXACT = 64
 """So many groups are all compared; of more, windows of the free devices and the best-placed ones."""
 _SHORT_LIST = 8
+_MANY_WINDOWS = 64
 _SYNC_WEIGHT = 0.25
 """What a millisecond of gradient synchronisation counts: most of it overlaps with the backward."""
 
@@ -48,44 +50,50 @@ class _View:
         self.n, self.free, self.need, self.memory, self.balance = n, free, need, memory, balance
         self.cluster = memory.problem.cluster
         self.inputs = [(size, devices, frozenset(devices)) for size, devices in inputs]
-        self.cost = [self._input_ms(d) for d in free]
-        self.moved = [sum(d not in held for _, _, held in self.inputs) for d in free]
-        self.missing = [need.missing_bytes(d) for d in free]
-        self.left = {d: memory.available(d) - memory.bytes_on(need, d) for d in free}
+        self.island = {d: self.cluster.island(d) for d in free}
+        self.cost = self._inputs_ms()
+        self.moved = [0] * len(free)
+        for _, _, held in self.inputs:
+            self.moved = [count + (d not in held) for count, d in zip(self.moved, free, strict=True)]
+        self.missing = {d: need.missing_bytes(d) if need.parameters else 0.0 for d in free}
+        factor = memory.problem.state_factor
+        self.left = {d: memory.available(d) - factor * self.missing[d] - need.activation_bytes for d in free}
         self.sync = _Sync(need, self.cluster)
 
     def windows(self) -> Groups:
         """Short list by sums over the devices, then compared as ``key`` does; then the others."""
-        n, free = self.n, self.free
-        cost, moved, missing = (
-            [0.0, *accumulate(xs)] for xs in (self.cost, [float(x) for x in self.moved], self.missing)
-        )
+        n, free, island = self.n, self.free, self.island
+        cost, moved = [0.0, *accumulate(self.cost)], [0, *accumulate(self.moved)]
+        missing = [0.0, *accumulate(self.missing.values())]
+        inside_ms, across_ms = (_SYNC_WEIGHT * self.sync.span_ms(n, across) for across in (False, True))
         rough: list[tuple[tuple[float, ...], int]] = []
-        for i in range(len(free) - n + 1):
+        for i in self._starts():
             j = i + n
-            islands = 1 + self.cluster.island(free[j - 1]) - self.cluster.island(free[i])
-            sync_ms = self.sync.span_ms(n, islands > 1)
-            communication = round(cost[j] - cost[i] + _SYNC_WEIGHT * sync_ms, 6)
-            crooked = _crookedness(free[i], free[j - 1], n)
-            held = (missing[j] - missing[i], -min(self.left[d] for d in free[i:j]) if self.balance else 0.0)
-            parts = (communication, moved[j] - moved[i], islands, crooked)
-            rough.append((((*held, *parts) if self.balance else (*parts, *held)), i))
-        rough.sort()
-        groups = [tuple(free[i : i + n]) for _, i in rough]
-        close = sorted({*groups[:_SHORT_LIST], *self._well_placed()}, key=self.key)
-        known = set(close)
+            islands = 1 + island[free[j - 1]] - island[free[i]]
+            communication = round(cost[j] - cost[i] + (across_ms if islands > 1 else inside_ms), 6)
+            parts = (communication, moved[j] - moved[i], islands, _crookedness(free[i], free[j - 1], n))
+            if self.balance:
+                rough.append(((-min([self.left[d] for d in free[i:j]]), *parts), i))
+            else:
+                rough.append(((*parts, missing[j] - missing[i]), i))
+        best = [i for _, i in nsmallest(_EXACT, rough)]
+        groups = [tuple(free[i : i + n]) for i in best[:_SHORT_LIST]]
+        close = sorted({*groups, *self._well_placed()}, key=self.key)
         yield from close
-        yield from (g for g in groups[_SHORT_LIST : _SHORT_LIST + _EXACT] if g not in known)
+        for i in best[_SHORT_LIST:]:
+            group = tuple(free[i : i + n])
+            if group not in close:
+                yield group
 
     def key(self, group: tuple[int, ...]) -> tuple[object, ...]:
         """The order of groups; the docstring of this file in the same sequence."""
         moved_ms = sum(transfer_ms(size, source, group, self.cluster) for size, source, _ in self.inputs)
         communication = round(moved_ms + _SYNC_WEIGHT * self.sync.added_ms(group), 6)
         elsewhere = sum(d not in held for _, _, held in self.inputs for d in group)
-        islands = len({self.cluster.island(d) for d in group})
+        islands = len({self.island[d] for d in group})
         crooked = _crookedness(group[0], group[-1], len(group))
         held = (
-            sum(self.need.missing_bytes(d) for d in group),
+            sum(self.missing[d] for d in group),
             -min(self.left[d] for d in group),
         )
         if self.balance:
@@ -99,9 +107,13 @@ class _View:
         neighbours, inside their island.
         """
         at = range(len(self.free))
-        near = sorted(at, key=lambda i: (round(self.cost[i], 9), self.moved[i], self.missing[i], i))
-        roomy = sorted(at, key=lambda i: (-self.left[self.free[i]], i))
-        found = [tuple(sorted(self.free[i] for i in order[: self.n])) for order in (near, roomy)]
+        keys = list(zip((round(c, 9) for c in self.cost), self.moved, self.missing.values(), at, strict=True))
+        near = [i for *_, i in nsmallest(self.n, keys)]
+        found = [tuple(sorted(self.free[i] for i in near))]
+        if self.need.parameters or self.need.activation_bytes:
+            found.append(
+                tuple(sorted(d for _, d in nsmallest(self.n, ((-x, d) for d, x in self.left.items()))))
+            )
         idle = set(self.free)
         for _, source, _ in self.inputs:
             every, rest = divmod(len(source), self.n)
@@ -109,17 +121,32 @@ class _View:
                 found.append(tuple(sorted(source[::every])))
         return found
 
-    def _input_ms(self, device: int) -> float:
-        """What the device's part of the inputs takes to arrive, on average over its source's devices."""
-        total = 0.0
-        island = self.cluster.island(device)
+    def _starts(self) -> Sequence[int]:
+        """Where windows begin: anywhere; among many free devices at gaps, blocks and the inputs."""
+        free, last = self.free, len(self.free) - self.n
+        if last < _MANY_WINDOWS:
+            return range(last + 1)
+        near = {d for _, source, _ in self.inputs for d in (source[0], source[-1] + 1 - self.n)}
+        block = max(8, 1 << (self.n - 1).bit_length())
+        return [
+            i
+            for i in range(last + 1)
+            if i == last or free[i] % block == 0 or free[i] in near or (i > 0 and free[i - 1] != free[i] - 1)
+        ]
+
+    def _inputs_ms(self) -> list[float]:
+        """What each device's part of the inputs takes to arrive, averaged over the source's devices."""
+        total = [0.0] * len(self.free)
+        inside, between = self.cluster.inside, self.cluster.between
         for size, source, held in self.inputs:
-            part = size / self.n
-            if device in held:
-                part = max(0.0, part - size / max(self.n, len(source)))
-            near = any(self.cluster.island(d) == island for d in (source[0], source[-1]))
-            link = self.cluster.inside if near else self.cluster.between
-            total += BOTH_WAYS * 1e3 * (link.seconds(part) if part > 0 else 0.0)
+            parts = (size / self.n, size / self.n - size / max(self.n, len(source)))
+            inside_ms, between_ms = (
+                [BOTH_WAYS * 1e3 * link.seconds(part) if part > 0 else 0.0 for part in parts]
+                for link in (inside, between)
+            )
+            near = {self.cluster.island(source[0]), self.cluster.island(source[-1])}
+            for i, d in enumerate(self.free):
+                total[i] += (inside_ms if self.island[d] in near else between_ms)[d in held]
         return total
 
 

@@ -7,6 +7,7 @@ so nothing that was placed is ever given back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_spindle.planner.problem import PlannedOp, PlanningProblem
@@ -58,6 +59,12 @@ class Memory:
     def fits(self, need: Need, device: int) -> bool:
         limited = self.problem.cluster.memory_bytes is not None
         return not limited or self.bytes_on(need, device) <= self.available(device)
+
+    def fitting(self, need: Need, devices: Sequence[int]) -> Sequence[int]:
+        """Those of the devices that have room for it."""
+        if self.problem.cluster.memory_bytes is None:
+            return devices
+        return [d for d in devices if self.fits(need, d)]
 
     def take(self, run: UnplacedRun, devices: tuple[int, ...]) -> tuple[dict[str, int], dict[int, float]]:
         """Books the run; returns what ``give_back`` needs to undo it."""

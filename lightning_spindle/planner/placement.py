@@ -163,6 +163,8 @@ class _Placement:
             if len(stack) == len(self.placed):
                 stack.append(_Choice(self._groups(run)))
             devices = next(stack[-1].groups, None)
+            if self.problem.cluster.memory_bytes is None:
+                stack[-1].groups = iter(())  # nothing can fail later: no way back to be kept
             if devices is not None:
                 stack[-1].undo = self._take(run, devices)
                 continue
@@ -223,9 +225,9 @@ class _Placement:
             free = list(self.pins[op.pin])
         else:
             free = self._free(run)
-        fitting = [d for d in free if self.memory.fits(need, d)]
+        fitting = self.memory.fitting(need, free)
         if len(fitting) < run.n:
-            fitting = [d for d in range(self.problem.devices) if self.memory.fits(need, d)]
+            fitting = self.memory.fitting(need, range(self.problem.devices))
             if op.pin is not None and op.pin in self.pins:
                 fitting = [d for d in fitting if d in self.pins[op.pin]]
         if len(fitting) < run.n:
@@ -247,9 +249,12 @@ class _Placement:
             and r.start_ms < run.end_ms - _SAME_TIME_MS
             and run.start_ms < r.end_ms - _SAME_TIME_MS
         }
+        now_ms = run.start_ms + _SAME_TIME_MS
+        idle = [d for d, busy_ms in enumerate(self.busy) if busy_ms <= now_ms and d not in reserved]
+        if len(idle) >= run.n:
+            return idle
         by_time = sorted(range(self.problem.devices), key=lambda d: (d in reserved, self.busy[d], d))
-        idle = [d for d in by_time if self.busy[d] <= run.start_ms + _SAME_TIME_MS and d not in reserved]
-        return sorted(idle if len(idle) >= run.n else by_time[: run.n])
+        return sorted(by_time[: run.n])
 
     def _take(self, run: UnplacedRun, devices: tuple[int, ...]) -> _Undo:
         pin = self.problem.metaop(run.metaop).pin
