@@ -240,11 +240,12 @@ class SpindleStrategy(ParallelStrategy):
     def _localise(self) -> None:
         assert self._session is not None
         state = self._session.state
-        names = {id(p): n for n, p in self.lightning_module.named_parameters()}
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            names = {id(p): n for n, p in self.lightning_module.named_parameters()}
+            # Kept until the next fit: a checkpoint may be saved after this one.
             self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
-        for optimizer in self._localised.values():
-            optimizer.localise()
+            for optimizer in self._localised.values():
+                optimizer.localise()
         state.localise()
 
     # --------------------------------------------------------------------- steps

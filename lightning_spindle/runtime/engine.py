@@ -20,6 +20,7 @@ from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
 from lightning_spindle.runtime.gradients import PendingBucket, reduce_bucket
 from lightning_spindle.runtime.messages import Messenger, Received, Rows, Signature
+from lightning_spindle.runtime.objects import broadcast_object
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rows import cut, join, summed
 from lightning_spindle.runtime.transport import Transport
@@ -46,7 +47,7 @@ class _RunState:
     rows: Rows
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, Any]
-    results: dict[str, torch.Tensor]
+    results: dict[str, Any]
     gradients: dict[str, list[tuple[Rows, Received | torch.Tensor]]] = field(default_factory=dict)
 
 
@@ -61,6 +62,8 @@ class Iteration:
     runs: dict[int, _RunState] = field(default_factory=dict)
     received: dict[int, list[Received]] = field(default_factory=dict)
     results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
+    logs: dict[str, list[tuple[str, Any, dict[str, Any]]]] = field(default_factory=dict)
+    """What steps that could not be taken apart logged (key, value, options), by operator."""
     buckets: list[PendingBucket] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
     """Runs whose backward is done; their inputs live until the next one starts."""
@@ -136,7 +139,8 @@ class Engine:
         self._backwards = tuple(i for i in order if i.kind in backward)
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
-        self._results = {r.value: r for r in capture.graph.results}
+        self._result_values = {r.value for r in capture.graph.results}
+        self._losses = {r.value: r for r in capture.graph.results if r.is_loss}
 
     @property
     def tasks(self) -> frozenset[str]:
@@ -248,6 +252,9 @@ class Engine:
             ]
             with operator_randomness(self._device, self._seed, iteration.index, name, rows[0]):
                 outputs = self._callables[name](*arguments)
+            if name in self._capture.coarse:
+                loss, iteration.logs[name] = outputs
+                outputs = (loss,) if piece.outputs else ()
             env.update(zip(piece.outputs, outputs, strict=True))
         leaving = {e.value for e in self._leaving.get(run.index, ())}
         given = {v for name in run.operators for v in self._capture.pieces[name].outputs}
@@ -255,7 +262,7 @@ class Engine:
             rows,
             inputs,
             {v: env[v] for v in leaving},
-            {v: env[v] for v in given & self._results.keys()},
+            {v: env[v] for v in given & self._result_values},
         )
 
     def _gather_inputs(self, run: ProgramRun, rows: Rows, iteration: Iteration) -> dict[str, torch.Tensor]:
@@ -320,11 +327,20 @@ class Engine:
             if state is None:
                 continue
             for at, result in enumerate(results):
-                if result.value in state.results and self._speaks(run):
+                if state.results.get(result.value) is not None and self._speaks(run):
                     share = self._share(result, run, state.rows, iteration)
-                    table[2 * at] += state.results[result.value].detach().double() * share
+                    table[2 * at] += torch.as_tensor(state.results[result.value]).detach().double() * share
                     table[2 * at + 1] += 1
         self._transport.all_reduce(table, tuple(range(self._transport.size))).wait()
+        for run in self.program.runs:
+            for name in run.operators:
+                if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
+                    logs = [
+                        (key, _detached(value), kwargs) for key, value, kwargs in iteration.logs.get(name, [])
+                    ]
+                    iteration.logs[name] = broadcast_object(
+                        logs, self._transport, self._device, run.devices[0]
+                    )
         present = table[1::2].tolist()
         return {r: table[2 * i] for i, r in enumerate(results) if present[i]}
 
@@ -355,9 +371,8 @@ class Engine:
                 roots.append(output)
                 gradients.append(summed(output, self._values[name], state.rows, parts))
         for name, output in state.results.items():
-            result = self._results[name]
-            if result.is_loss and output.requires_grad:
-                share = self._share(result, run, state.rows, iteration)
+            if name in self._losses and output is not None and output.requires_grad:
+                share = self._share(self._losses[name], run, state.rows, iteration)
                 roots.append(output)
                 gradients.append(torch.ones_like(output) * (seeds[run.task] * share))
         self._lap(instruction, Category.WAIT)
@@ -403,6 +418,10 @@ def _arrived(parts: Iterable[tuple[Rows, Received | torch.Tensor]]) -> list[tupl
     """Waits for gradient parts; those that say "unused" fall away."""
     tensors = [(rows, p.tensor() if isinstance(p, Received) else p) for rows, p in parts]
     return [(rows, tensor) for rows, tensor in tensors if tensor is not None]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _meet(a: Rows, b: Rows) -> Rows | None:

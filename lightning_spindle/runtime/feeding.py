@@ -9,9 +9,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils import _pytree as pytree
 
-from lightning_spindle.capture import batch_layout
+from lightning_spindle.capture import batch_layout, flatten
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.runtime.engine import TaskBatch
 from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
@@ -121,7 +120,7 @@ def task_batches(
         if isinstance(own, RowsOnly):
             found[task] = TaskBatch(own.rows, None)
             continue
-        leaves, spec = pytree.tree_flatten(own)
+        leaves, spec = flatten(own)
         if spec != layout.spec:
             raise ValueError(
                 f"task {task}: this batch is built as {spec}, the example that was captured as {layout.spec}"

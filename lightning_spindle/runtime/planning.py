@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
-from lightning_spindle.capture.pieces import Capture
+from lightning_spindle.capture import Capture, flatten
 from lightning_spindle.costs import Costs
 from lightning_spindle.estimate.measure import measure, usable_cores
 from lightning_spindle.estimate.problem import cluster_from, measured_costs, planning_problem
@@ -61,7 +60,7 @@ class Planner:
     ) -> Planned:
         if self.plan is not None:
             return Planned(self.plan, None)
-        leaves = {task: pytree.tree_leaves(batch) for task, batch in batches.items()}
+        leaves = {task: flatten(batch)[0] for task, batch in batches.items()}
         cores = usable_cores(self.device)
         with tqdm(
             total=1.0,

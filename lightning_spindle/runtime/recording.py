@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spindle.costs import Costs
-from lightning_spindle.program import Kind, Program
+from lightning_spindle.program import Program
 from lightning_spindle.runtime.engine import Mark
 from lightning_spindle.runtime.objects import gather_objects
 from lightning_spindle.runtime.session import Step
@@ -103,12 +103,8 @@ def _clock_offset_s(transport: Transport, device: torch.device) -> float:
 
 def _event(program: Program, rank: int, mark: Mark, start_s: float) -> Event:
     instruction = mark.instruction
-    label, task = mark.category.value, ""
-    if instruction is not None:
-        label = program.describe(instruction)
-        if instruction.kind in (Kind.FORWARD, Kind.BACKWARD):
-            run = program.runs[instruction.index]
-            label, task = run.label, run.task
+    label = mark.category.value if instruction is None else program.label(instruction)
+    task = "" if instruction is None else program.task(instruction)
     return Event(
         rank,
         mark.start_s - start_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,19 +28,27 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
     values = {(r.task, r.key): v for r, v in iteration.results.items()}
     dtype = _dtype(model)
     for call in captured.logs:
-        batch = iteration.batches.get(call.task)
-        if batch is None or batch.rows == 0:
-            continue
-        options = dict(call.kwargs)
-        options.update(sync_dist=False, batch_size=options.get("batch_size") or batch.rows)
-        options.pop("sync_dist_group", None)
-        options.pop("metric_attribute", None)
-        key = f"{call.task}/{call.key}"
         if call.metric is not None:
-            model.log(key, model.get_submodule(call.metric), **options)
+            value: Any = model.get_submodule(call.metric)
         elif (call.task, f"log:{call.key}") in values:
-            value = values[(call.task, f"log:{call.key}")]
-            model.log(key, torch.as_tensor(value).to(dtype), **options)
+            value = torch.as_tensor(values[(call.task, f"log:{call.key}")]).to(dtype)
+        else:
+            continue
+        _log(model, iteration, call.task, call.key, value, dict(call.kwargs))
+    tasks = {o.name: o.task for o in captured.graph.operators}
+    for operator, logs in iteration.logs.items():
+        for key, value, options in logs:
+            _log(model, iteration, tasks[operator], key, value, options)
+
+
+def _log(
+    model: LightningModule, iteration: Iteration, task: str, key: str, value: Any, options: dict[str, Any]
+) -> None:
+    batch = iteration.batches.get(task)
+    if batch is None or batch.rows == 0:
+        return
+    kept = {k: v for k, v in options.items() if k not in ("sync_dist", "sync_dist_group", "metric_attribute")}
+    model.log(f"{task}/{key}", value, **{**kept, "batch_size": kept.get("batch_size") or batch.rows})
 
 
 def _dtype(model: LightningModule) -> torch.dtype:
