@@ -20,7 +20,7 @@ def find_blocks(model: nn.Module, operators: tuple[type[nn.Module], ...] = ()) -
     """Modules that a user would call a layer: instances of ``operators``, and repeated children.
 
     Children of a ModuleList or Sequential repeat where at least two have the same class and
-    parameters. The outermost repetition counts, except that a torch container is entered
+    parameters; a ModuleList of one composite module counts too, it is a stack of depth one. The outermost repetition counts, except that a torch container is entered
     where it repeats layers itself, as is a module that holds one of ``operators``.
     """
     blocks: set[nn.Module] = set()
@@ -42,7 +42,8 @@ def _walk(module: nn.Module, operators: tuple[type[nn.Module], ...], blocks: set
 def _repeated(container: nn.Module) -> list[nn.Module]:
     owning = [c for c in container.children() if any(True for _ in c.parameters())]
     counts = Counter(type(c) for c in owning)
-    return [c for c in owning if counts[type(c)] > 1]
+    stack = isinstance(container, nn.ModuleList)
+    return [c for c in owning if counts[type(c)] > 1 or (stack and any(True for _ in c.children()))]
 
 
 def _is_entered(module: nn.Module, operators: tuple[type[nn.Module], ...]) -> bool:
