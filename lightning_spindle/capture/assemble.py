@@ -14,6 +14,7 @@ from lightning_spindle.capture import patches
 from lightning_spindle.capture.classify import Info
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.grouping import Group, Grouping
+from lightning_spindle.capture.guards import guard
 from lightning_spindle.capture.measure import Measured
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source, ValueRef
 from lightning_spindle.capture.tracer import Step, StepTrace
@@ -110,7 +111,7 @@ class Assembler:
             name,
             tuple(source for _, source in sources),
             tuple(self.value_name(n) for n in outputs),
-            Builder(self.trace, inside, [n for n, _ in sources], outputs, name),
+            Builder(self.trace, inside, [n for n, _ in sources], outputs, group.layout is Layout.SPLIT),
         )
         parts.written[name] = {b for n in inside for b in self.infos[n].writes}
         parts.read[name] = self._read_buffers(inside)
@@ -203,7 +204,7 @@ class Builder:
     inside: list[fx.Node]
     sources: list[fx.Node]
     outputs: list[fx.Node]
-    name: str
+    split: bool
 
     def __call__(self) -> Callable[..., tuple[Any, ...]]:
         """A callable from the sources' tensors to the outputs'."""
@@ -220,6 +221,11 @@ class Builder:
                 graph.call_function(_grad_mode, (before,))
                 before = None
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if self.split:
+                module = (
+                    self.trace.holder.get_submodule(str(node.target)) if node.op == "call_module" else None
+                )
+                guard(graph, copies[node], module, self.trace.task)
         if before is not None:
             graph.call_function(_grad_mode, (before,))
         graph.output(tuple(copies[n] for n in self.outputs))

@@ -40,7 +40,7 @@ from lightning_spindle.capture.kinds import (
 )
 from lightning_spindle.capture.layout import pick, pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
-from lightning_spindle.capture.stirred import stirred
+from lightning_spindle.capture.stirred import stirred, without_coincidence
 from lightning_spindle.capture.tracer import StepTrace
 
 _SHAPE_ONLY = {"size", "dim", "numel", "stride", "ndimension", "is_floating_point", "new_zeros", "new_ones",
@@ -152,6 +152,9 @@ class _Classifier:
             self._run_part(node, PERMUTED, restore)
         else:
             self._judge(node, info, flat, inputs, restore)
+        if len(flat) == 1 and info.kinds[0].tag == "rows":
+            assert info.kinds[0].dim is not None
+            self.values[node] = without_coincidence(flat[0], info.kinds[0].dim)
         if writes:
             info.coupling = True
             restore(after=True)

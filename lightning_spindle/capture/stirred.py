@@ -33,7 +33,19 @@ def stirred(value: Any, kinds: list[Kind]) -> Callable[[tuple[int, ...]], Any] |
     return None
 
 
-def _other_rows(value: torch.Tensor, dim: int, per_row: int) -> torch.Tensor:
+def without_coincidence(value: Any, dim: int) -> Any:
+    """A mask that is all alike on the example (no padding, no ignored label) with some entries flipped.
+
+    The first entry of the last dimension stays, so that no row is masked altogether.
+    """
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.numel() < 2:
+        return value
+    if bool(value.any()) and not bool(value.all()):
+        return value
+    return _other_rows(value, dim, value.shape[dim] // ROWS, keep_first=value.dim() > 1)
+
+
+def _other_rows(value: torch.Tensor, dim: int, per_row: int, keep_first: bool = False) -> torch.Tensor:
     entry = torch.arange(ROWS * per_row, device=value.device) % 7
     shape = [1] * value.dim()
     shape[dim] = -1
@@ -44,7 +56,10 @@ def _other_rows(value: torch.Tensor, dim: int, per_row: int) -> torch.Tensor:
     )
     pattern = (entry.reshape(shape) * 3 + column) % 5
     if value.dtype is torch.bool:
-        return value ^ (pattern % 2 == 0)
+        flips = (pattern % 2 == 1).expand(value.shape).clone()
+        if keep_first and dim != value.dim() - 1:
+            flips[..., 0] = False
+        return value ^ flips
     if value.is_floating_point() or value.is_complex():
         return value + 0.1 * pattern.to(value.dtype)
     return value + pattern % 2

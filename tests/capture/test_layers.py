@@ -66,6 +66,8 @@ def test_equal_layers_have_equal_signatures_and_others_not() -> None:
         (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], ignore_index=7), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], torch.tensor([1.0, 2.0, 3.0]).to(f)), Layout.WHOLE,
          Reduction.WHOLE),
+        (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], reduction="sum") / (b["y"] != -100).sum(), Layout.WHOLE,
+         Reduction.WHOLE),
         (lambda t, f, b: f.mean() * t.head(f).mean(), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: t.head(f).pow(2).mean().sqrt(), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: 3 * f.mean() + 1 + t.head(f).abs().mean(), Layout.SPLIT, Reduction.MEAN),
