@@ -38,16 +38,16 @@ def test_plan_of_a_cell_is_valid(name, planner):
 
 
 def test_spindle_is_as_good_as_the_published_planner():
-    """At most 1.05 of its makespan on average; measured: 0.982 as run, 1.006 with Stage barriers."""
+    """At most 1.05 of its makespan on average; measured: 0.973 as run, 0.995 with Stage barriers."""
     ratios, stages = [], []
     for name, figures in YARDSTICK.items():
         if not name.startswith("random"):
             found = plan(load_cell(CELLS / f"{name}.json"))
             ratios.append(found.makespan_ms / figures["published_ms"])
             stages.append(dict(found.report)["stage_makespan_ms"] / figures["published_ms"])
-    assert sum(ratios) / len(ratios) < 0.99
+    assert sum(ratios) / len(ratios) < 0.98
     assert max(ratios) < 1.05
-    assert sum(stages) / len(stages) < 1.02
+    assert sum(stages) / len(stages) < 1.0
 
 
 def test_spindle_beats_its_competitors_on_structured_cells():

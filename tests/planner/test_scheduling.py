@@ -33,6 +33,18 @@ def test_longer_tuples_are_dissected_to_the_shortest():
     assert stage.end_ms == 3.0
 
 
+def test_a_stage_is_at_least_as_long_as_its_longest_layer():
+    """One slow layer beside short tuples: the others fill its time instead of waiting for it."""
+    curves = {
+        "slow": Envelope((1,), (10.0,)),
+        "short": Envelope((1,), (1.0,)),
+        "long": Envelope((1,), (2.0,)),
+    }
+    tuples = {"slow": (ASLTuple(1, 3),), "short": (ASLTuple(1, 2),), "long": (ASLTuple(1, 9),)}
+    stage = schedule(tuples, curves, 3).stages[0]
+    assert {s.metaop: s.last - s.first for s in stage.slices} == {"slow": 1, "short": 2, "long": 5}
+
+
 def test_idle_devices_go_to_the_most_remaining_time():
     """Stage 4 of figure 5b: the last MetaOps are extended until the devices are used."""
     curves = {"long": LINEAR, "short": LINEAR}
