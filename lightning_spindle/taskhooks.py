@@ -71,7 +71,8 @@ def _model_mode(hook: str) -> Callable[..., None]:
     """Lightning's own change of mode (here: the inherited method), then the tasks' changes."""
 
     def forward(self: "TaskHooks") -> None:
-        self._modes = {module: module.training for module in self.modules()}
+        # By name: the hash of a torchmetrics Metric changes with its state.
+        self._modes = {name: module.training for name, module in self.named_modules()}
         getattr(LightningModule, hook)(self)
         for _, task in self.overriding(hook):
             getattr(task, hook)()
@@ -85,8 +86,8 @@ def _model_mode_back(hook: str) -> Callable[..., None]:
     """Lightning restores every module's mode itself unless the hook is overridden, as it is here."""
 
     def forward(self: "TaskHooks") -> None:
-        for module in self.modules():
-            module.training = self._modes.get(module, module.training)
+        for name, module in self.named_modules():
+            module.training = self._modes.get(name, module.training)
         self._modes = {}
         for _, task in self.overriding(hook):
             getattr(task, hook)()
@@ -106,7 +107,7 @@ class TaskHooks(LightningModule):
         self._running: dict[str, Any] = {}  # task → its batch, during an iteration
         self._since_step: set[str] = set()  # tasks that ran since the last optimizer step
         self._done_with_epoch: set[str] = set()  # tasks whose on_train_batch_start returned -1
-        self._modes: dict[torch.nn.Module, bool] = {}
+        self._modes: dict[str, bool] = {}  # each module's training flag before an evaluation
 
     def overriding(
         self, hook: str, names: Iterable[str] | None = None

@@ -346,6 +346,15 @@ def test_callbacks_of_tasks_are_used() -> None:
 
 
 def test_modules_that_were_in_eval_mode_are_so_again_after_validation() -> None:
+    class Measures(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean.update(batch[0].sum())
+            self.log("mean", self.mean)
+
     task = Recording()
     task.shared.eval()
     run = trainer(max_epochs=1)
@@ -356,16 +365,14 @@ def test_modules_that_were_in_eval_mode_are_so_again_after_validation() -> None:
     )
     # Recording's own on_validation_model_train calls super(), which sets train mode, as in a fit alone.
     assert task.training
-    quiet = Linear()
+    quiet = Measures()
     quiet.shared.eval()
-    quiet.validation_step = lambda batch, batch_idx: None
     trainer(max_epochs=1).fit(
         MultiTaskModule({"a": quiet}),
         CombinedLoader({"a": loader(3, 3)}),
         CombinedLoader({"a": loader(3, 3)}, "max_size"),
     )
-    assert quiet.training
-    assert not quiet.shared.training
+    assert [name for name, module in quiet.named_modules() if not module.training] == ["shared"]
 
 
 def test_checkpoint_hooks_see_a_checkpoint_of_their_own(tmp_path: Any) -> None:
