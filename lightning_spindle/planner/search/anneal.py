@@ -15,10 +15,10 @@ from lightning_spindle.planner.search.moves import Moves
 
 @dataclass(frozen=True, slots=True)
 class Cooling:
-    """How the search cools: temperatures as shares of a lower bound, falling geometrically."""
+    """How the search cools: temperatures in grains (``Instance.grain_ms``), falling geometrically."""
 
-    hot: float = 0.008
-    cold: float = 0.0002
+    hot: float = 2.0
+    cold: float = 0.05
     on_chain: float = 0.9
     """Share of the moves that touch the blocking chain."""
     mean_weight: float = 0.3
@@ -87,8 +87,8 @@ def anneal(
     ``split``: MetaOps may run as several slices. Deterministic unless ``budget.clock.capped`` gets True.
     """
     now = best = decode(instance, order)
-    scale = instance.least_ms
-    weight, per_slice = cooling.mean_weight / instance.devices, cooling.slice_weight * scale
+    scale = instance.grain_ms
+    weight, per_slice = cooling.mean_weight / instance.devices, cooling.slice_weight * instance.least_ms
     least = cooling.mean_weight * instance.least_mean_ms
     cost = now.makespan_ms + weight * sum(now.free) + per_slice * len(order)
     neighbours, rand = Moves(instance, random, split=split), random.random

@@ -8,18 +8,16 @@ slice can leave for an earlier start comes out of the order of its own starts (a
 schedule-generation scheme, Kolisch 1996), so an optimal schedule is reachable.
 
 Moves change an order from some place on; the places before it are not decoded again: the state
-is kept every STRIDE slices.
+is kept every few slices.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_spindle.planner.search.instance import Instance, Order
 
-STRIDE = 6
 State = tuple[list[float], list[float], float]
 """(times at which devices get free, ascending; end of each MetaOp's latest slice, -1 before it
 starts; device milliseconds used)"""
@@ -62,20 +60,21 @@ def resume(
     for more than ``limit_idle`` (device milliseconds) between their slices.
     """
     before, tails, bisect = instance.before, instance.tail_ms, bisect_right
-    at = changed - changed % STRIDE
+    stride = instance.stride
+    at = changed - changed % stride
     if earlier is None:
         states: list[State] = []
         starts: list[float] = []
         free, ends, used = [0.0] * instance.devices, [-1.0] * len(before), 0.0
     else:
-        states, starts = earlier.states[: at // STRIDE], earlier.starts[:at]
-        free, ends, used = earlier.states[at // STRIDE]
+        states, starts = earlier.states[: at // stride], earlier.starts[:at]
+        free, ends, used = earlier.states[at // stride]
         free, ends = free[:], ends[:]
     while at < len(order):
         if sum(free) - used > limit_idle:
             return None
         states.append((free[:], ends[:], used))
-        for m, n, d, _, _ in order[at : at + STRIDE]:
+        for m, n, d, _, _ in order[at : at + stride]:
             ready = ends[m]
             if ready < 0.0:
                 ready = 0.0
@@ -94,7 +93,7 @@ def resume(
             ends[m] = end
             used += n * d
             starts.append(start)
-        at += STRIDE
+        at += stride
     return Schedule(order, starts, states, free, used)
 
 
@@ -114,9 +113,3 @@ def blocking(schedule: Schedule) -> list[int]:
             found[i] = None
             stack.extend(ending.get(schedule.starts[i], ()))
     return list(found)
-
-
-def by_start(schedule: Schedule, indices: Iterable[int] | None = None) -> Order:
-    """The order of the starts (stable), which decodes to the same schedule or a better one."""
-    chosen = range(len(schedule.order)) if indices is None else indices
-    return [schedule.order[i] for i in sorted(chosen, key=schedule.starts.__getitem__)]

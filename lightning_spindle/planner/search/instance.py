@@ -13,6 +13,7 @@ from lightning_spindle.planner.bounds import options
 from lightning_spindle.planner.problem import PlannedOp, PlanningProblem
 from lightning_spindle.planner.transfers import BOTH_WAYS, flow_bytes
 
+_STRIDE = 6
 Slice = tuple[int, int, float, int, int]
 """(m, n, d, l, k): l layers of MetaOp m on n devices, its k-th option, for d ms. A plain tuple,
 as the inner loop unpacks tens of thousands a second."""
@@ -48,6 +49,10 @@ class Instance:
     """The longest chain of MetaOps after this one, each at its fastest."""
     least_mean_ms: float
     """No schedule keeps the devices busy for less than this on average."""
+    grain_ms: float
+    """What one layer adds to the makespan on average: the scale of temperatures."""
+    stride: int
+    """Slices between two states that decoding can resume from."""
     least_ms: float
     """No schedule is shorter: the above, and the longest chain."""
 
@@ -88,6 +93,8 @@ def instance(problem: PlanningProblem) -> Instance:
         pinned=tuple(m.pin is not None for m in metaops),
         tail_ms=tuple(tails),
         least_mean_ms=least / problem.devices,
+        stride=max(_STRIDE, len(metaops) // 10),
+        grain_ms=least / problem.devices / sum(m.layers for m in metaops),
         least_ms=max(least / problem.devices, *(f + t for f, t in zip(fastest, tails, strict=True))),
     )
 

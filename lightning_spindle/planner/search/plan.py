@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
 from lightning_spindle.plan import ExecutionPlan
-from lightning_spindle.planner import PLANNERS
 from lightning_spindle.planner.bounds import across_levels, critical_path_ms
 from lightning_spindle.planner.placement import place
 from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.report import with_figures
 from lightning_spindle.planner.search.anneal import Budget, Clock, Cooling, anneal_from
 from lightning_spindle.planner.search.decode import Schedule, decode
+from lightning_spindle.planner.search.exact import improve
 from lightning_spindle.planner.search.instance import Instance, Order, instance
-from lightning_spindle.planner.search.start import from_plan, one_slice_each, rounded
+from lightning_spindle.planner.search.rivals import Rivals
+from lightning_spindle.planner.search.start import from_runs, one_slice_each, rounded
 from lightning_spindle.planner.timing import UnplacedRun
 
 Score = Callable[[ExecutionPlan], float]
 """What a plan costs when it runs, smaller is better: the simulator's iteration time, say."""
 
 _CAPACITIES = (1.0, 0.85, 0.7, 1.15, 1.35)
-_METAOPS_MOVES_PER_S = 700_000
-"""Moves times MetaOps that fit into a second with some to spare (measured on one core of 2.x GHz)."""
-_FEW_METAOPS = 14
-_START_SHARE, _SEARCH_SHARE = 0.5, 0.9
+_METAOPS_MOVES_PER_S = 850_000.0
+_FEW_METAOPS, _FEW_DEVICES = 14, 300.0
+"""What fits into a second with some to spare, measured on one core: see ``default_moves``."""
+_START_SHARE, _SEARCH_SHARE = 0.4, 0.9
 """Shares of the time limit after which no start is tried any more, and after which the search ends."""
 _SAME_TIME_MS = 1e-9
 _FEW_SLICES = 0.005
@@ -56,12 +57,13 @@ def plan_search(
     """
     clock = Clock(time_limit_s)
     found = instance(problem)
-    others, refusals = _others(problem, seed)
-    bound_ms, starts = _starts(problem, found, others, clock)
-    count = moves if moves is not None else default_moves(len(found.layers), time_limit_s or 1.0)
-    budget = Budget(count, clock, _SEARCH_SHARE)
+    rivals = Rivals(problem, seed)
+    bound_ms, starts = _starts(problem, found, rivals, clock)
+    count = moves if moves is not None else default_moves(problem, time_limit_s or 1.0)
+    budget = Budget(count, clock, max(0.5, min(_SEARCH_SHARE, 1.0 - rivals.placing_share(time_limit_s))))
     real = score is not None or _has_costs(found)
     finalists: list[ExecutionPlan] = []
+    refusals = rivals.refusals
     for schedule in _search(found, starts, budget, seed, real=real):
         try:
             runs = place(unplaced_runs(found, schedule), problem)
@@ -69,7 +71,10 @@ def plan_search(
             refusals.append(refusal)
             continue
         finalists.append(with_figures("search", runs, problem, {}))
-    finalists += [replace(plan, planner="search") for plan in others]
+    limit_ms = (
+        min((p.makespan_ms for p in finalists), default=float("inf")) if score is None else float("inf")
+    )
+    finalists += [replace(plan, planner="search") for plan in rivals.plans_below(limit_ms)]
     if not finalists:
         raise refusals[0]
     best = min(finalists, key=score or (lambda plan: plan.makespan_ms))
@@ -83,9 +88,10 @@ def plan_search(
     )
 
 
-def default_moves(metaops: int, seconds: float) -> int:
-    """Moves that take a little less than ``seconds``: about 23,000 a second for 30 MetaOps."""
-    return max(1, int(seconds * _METAOPS_MOVES_PER_S / max(metaops, _FEW_METAOPS)))
+def default_moves(problem: PlanningProblem, seconds: float) -> int:
+    """Moves that take a little less than ``seconds``: about 23,000 a second for 30 MetaOps on 64 devices."""
+    size = max(len(problem.metaops), _FEW_METAOPS) * (1.0 + problem.devices / _FEW_DEVICES)
+    return max(1, int(seconds * _METAOPS_MOVES_PER_S / size))
 
 
 def unplaced_runs(found: Instance, schedule: Schedule) -> list[UnplacedRun]:
@@ -105,25 +111,12 @@ def unplaced_runs(found: Instance, schedule: Schedule) -> list[UnplacedRun]:
     return [*runs, *open_.values()]
 
 
-def _others(problem: PlanningProblem, seed: int) -> tuple[list[ExecutionPlan], list[ValueError]]:
-    """The plans of the other planners, and the refusals of those that found none."""
-    plans: list[ExecutionPlan] = []
-    refusals: list[ValueError] = []
-    for name, planner in PLANNERS.items():
-        if name != "search":
-            try:
-                plans.append(planner(problem, time_limit_s=None, seed=seed))
-            except ValueError as refusal:
-                refusals.append(refusal)
-    return plans, refusals
-
-
 def _starts(
-    problem: PlanningProblem, found: Instance, others: Iterable[ExecutionPlan], clock: Clock
+    problem: PlanningProblem, found: Instance, rivals: Rivals, clock: Clock
 ) -> tuple[float, list[Order]]:
     """A lower bound, and orders to start from, the shortest schedules first."""
     bound_ms = critical_path_ms(problem)
-    orders = [order for plan in others if (order := from_plan(found, plan)) is not None]
+    orders = [order for runs in rivals.runs() if (order := from_runs(found, runs)) is not None]
     for capacity in _CAPACITIES:
         if capacity != _CAPACITIES[0] and clock.passed(_START_SHARE):
             break
@@ -147,7 +140,9 @@ def _search(
     """Finalists: the best schedule; where plans cost more than their makespan, ones with fewer splits too."""
     random = Random(seed)
     if not real:
-        yield anneal_from(found, starts, budget, random, Cooling())
+        best = anneal_from(found, starts, budget, random, Cooling())
+        shorter = improve(found, best.makespan_ms)
+        yield decode(found, shorter) if shorter is not None else best
         return
     third = 1.0 / 3.0
     yield anneal_from(found, starts, budget.part(third), random, Cooling())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner.bounds import Relaxation
 from lightning_spindle.planner.search.instance import Instance, Order
+from lightning_spindle.planner.timing import UnplacedRun
 
 
 def rounded(instance: Instance, relaxation: Relaxation) -> list[Order]:
@@ -32,15 +32,15 @@ def one_slice_each(instance: Instance, order: Order) -> Order:
     return [instance.slice(m, k, instance.layers[m]) for m, (_, k) in most.items()]
 
 
-def from_plan(instance: Instance, plan: ExecutionPlan) -> Order | None:
-    """The order of a plan's runs; None where it uses allocations that the search does not."""
+def from_runs(instance: Instance, runs: Iterable[UnplacedRun]) -> Order | None:
+    """The order of another planner's runs; None where it uses allocations that the search does not."""
     index = {name: m for m, name in enumerate(instance.names)}
     order: Order = []
-    for run in sorted(plan.runs, key=lambda r: (r.start_ms, r.end_ms, index[r.metaop], r.first)):
+    for run in sorted(runs, key=lambda r: (r.start_ms, r.end_ms, index[r.metaop], r.first)):
         m = index[run.metaop]
-        if len(run.devices) not in instance.allocations[m]:
+        if run.n not in instance.allocations[m]:
             return None
-        order.append(instance.slice(m, instance.allocations[m].index(len(run.devices)), run.layers))
+        order.append(instance.slice(m, instance.allocations[m].index(run.n), run.last - run.first))
     return order
 
 
