@@ -25,6 +25,7 @@ from lightning_spindle.capture.inplace import protect_known, protect_measured
 from lightning_spindle.capture.layout import flatten
 from lightning_spindle.capture.measure import SEED, measure
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
+from lightning_spindle.capture.sizes import read_from_batch
 from lightning_spindle.capture.tracer import Step, StepTrace, trace_step
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter
 
@@ -95,6 +96,7 @@ def _take_apart(
     step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout
 ) -> tuple[Parts, list[LogCall]]:
     trace = _trace(step, leaves, spec)
+    read_from_batch(trace, leaves, layout)
     backward = step.name == "training_step"
     measured, results = measure(trace, leaves, backward)
     while protect_measured(trace.graph):
