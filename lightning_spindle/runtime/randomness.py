@@ -20,7 +20,15 @@ def operator_randomness(
 ) -> Iterator[None]:
     """Draws inside come from (seed, step, operator, first row); the outer state is kept."""
     mixed = zlib.crc32(f"{seed}/{step}/{operator}/{first_row}".encode())
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(mixed)
+    # Not torch.manual_seed: with CUDA not yet in use it formats a whole stack trace each time.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(mixed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
