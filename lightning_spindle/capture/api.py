@@ -21,9 +21,9 @@ from lightning_spindle.capture.coarse import coarse_parts
 from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, TraceError, reason_of
 from lightning_spindle.capture.evaluate import kept_generators
 from lightning_spindle.capture.grouping import Grouping
-from lightning_spindle.capture.inplace import protect_known, protect_measured
+from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
 from lightning_spindle.capture.layout import flatten
-from lightning_spindle.capture.measure import SEED, measure
+from lightning_spindle.capture.measure import SEED, dynamic, measure
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
 from lightning_spindle.capture.sizes import read_from_batch
 from lightning_spindle.capture.tracer import Step, StepTrace, trace_step
@@ -99,10 +99,12 @@ def _take_apart(
     read_from_batch(trace, leaves, layout)
     backward = step.name == "training_step"
     measured, results = measure(trace, leaves, backward)
-    while protect_measured(trace.graph):
+    while protect_measured(trace.graph) | spread_tuples(trace.graph):
         measured, results = measure(trace, leaves, backward)
     _verify(step, leaves, spec, results)
     infos = classify(trace, leaves, layout)
+    for node in dynamic(trace, leaves, layout):
+        infos[node].dynamic = True
     grouping = Grouping(trace, infos)
     for key, node in trace.results.items():
         if infos[node].tags & {"rows"}:
@@ -145,8 +147,8 @@ def _verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: Mapping[s
     Raises:
         TraceError: they differ.
     """
-    results, logged, _ = untouched.run_step(step, leaves, spec, SEED)
-    own = results | {f"log:{k}": v for k, v in logged if not isinstance(v, nn.Module)}
+    done = untouched.run_step(step, leaves, spec, SEED)
+    own = done.results | {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
     for key, value in traced.items():
         a, b = value.double(), torch.as_tensor(own[key]).detach().double().to(value.device)
         if not torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True):
@@ -175,18 +177,33 @@ def _graph(
 
 
 def _chained(parts: Mapping[str, Parts]) -> list[Operator]:
-    """All operators; those that write a buffer, and its readers, share a pin and keep their order."""
-    pins = {b: b.rpartition(".")[0] for part in parts.values() for w in part.written.values() for b in w}
+    """All operators; those that write a buffer, and its readers, share a pin and keep their order.
+
+    Buffers that one operator touches belong to one pin.
+    """
+    written = {b for part in parts.values() for names in part.written.values() for b in names}
+    touched = {
+        name: sorted({b.rpartition(".")[0] for b in (part.written[name] | part.read[name]) & written})
+        for part in parts.values()
+        for name in part.pieces
+    }
+    pin_of: dict[str, str] = {}
+    for owners in touched.values():
+        joined = {pin_of.get(owner, owner) for owner in owners}
+        for owner in [*owners, *(o for o, pin in pin_of.items() if pin in joined)]:
+            pin_of[owner] = min(joined)
     last: dict[str, str] = {}
     chained: list[Operator] = []
     for part in parts.values():
         for operator in part.operators:
-            touched = part.written[operator.name] | part.read[operator.name]
-            owners = sorted({pins[b] for b in touched if b in pins})
+            owners = touched[operator.name]
             if owners and operator.layout is not Layout.EVERYWHERE:
                 after = tuple(dict.fromkeys(last[o] for o in owners if o in last))
                 operator = replace(
-                    operator, layout=Layout.WHOLE, pin=f"buffers:{owners[0]}", after=operator.after + after
+                    operator,
+                    layout=Layout.WHOLE,
+                    pin=f"buffers:{pin_of[owners[0]]}",
+                    after=operator.after + after,
                 )
                 last |= dict.fromkeys(owners, operator.name)
             chained.append(operator)

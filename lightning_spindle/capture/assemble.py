@@ -121,7 +121,7 @@ class Assembler:
             path = "loss" if group is self.grouping.tail else "logs"
         else:
             modules = [self.grouping.module(n) for n in group.owned if n.op == "call_module"]
-            metrics = [n.args[0].target for n in group.owned if n.target is patches.update_metric]  # type: ignore
+            metrics = [n.args[0].target for n in group.owned if n.target is patches.update_metric]
             modules += [self.trace.holder.get_submodule(str(m)) for m in metrics]
             owning = [m for m in modules if any(True for _ in m.parameters())] or modules
             path = self.paths.get(owning[0], group.owned[0].name) if owning else group.owned[0].name

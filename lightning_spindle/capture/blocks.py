@@ -20,8 +20,9 @@ def find_blocks(model: nn.Module, operators: tuple[type[nn.Module], ...] = ()) -
     """Modules that a user would call a layer: instances of ``operators``, and repeated children.
 
     Children of a ModuleList or Sequential repeat where at least two have the same class and
-    parameters; a ModuleList of one composite module counts too, it is a stack of depth one. The outermost repetition counts, except that a torch container is entered
-    where it repeats layers itself, as is a module that holds one of ``operators``.
+    parameters; a ModuleList of one composite module counts too, it is a stack of depth one. The
+    outermost repetition counts, except that a torch container is entered where it repeats layers
+    itself, as is a module that holds one of ``operators``.
     """
     blocks: set[nn.Module] = set()
     _walk(model, operators, blocks)

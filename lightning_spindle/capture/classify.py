@@ -195,13 +195,13 @@ class _Classifier:
         values = []
         try:
             for part in (ALL_ROWS, *PARTS):
-                args, kwargs = filled(node, lambda n, part=part: self._stirred_value(n, inputs[n], part))
+                given = {n: self._stirred_value(n, stir, part) for n, stir in inputs.items()}
+                args, kwargs = filled(node, given.__getitem__)
                 values.append(run_node(self.trace.holder, node, args, kwargs, self.dtype))
         except Exception:
             return []
-        kind = (
-            None if all(alike(values[0], v) for v in values) else kind_of(values[0], values[1:], False, False)
-        )
+        same = all(alike(values[0], value) for value in values)
+        kind = None if same else kind_of(values[0], values[1:], shapes_only=False, kept=False)
         return [] if kind is None else [kind]
 
     def _stirred_value(self, node: fx.Node, stir: Any, part: tuple[int, ...]) -> Any:

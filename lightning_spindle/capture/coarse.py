@@ -14,9 +14,9 @@ from lightning_spindle import tasklog
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.errors import CaptureWarning
 from lightning_spindle.capture.layout import unflatten
-from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece
+from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source
 from lightning_spindle.capture.tracer import Step
-from lightning_spindle.capture.untouched import run_step
+from lightning_spindle.capture.untouched import StepRun, run_step
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
 
 _METRIC = (
@@ -39,17 +39,18 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         CaptureWarning,
         stacklevel=2,
     )
-    flops, has_loss = 0.0, step.name == "training_step"
+    names = {id(b): name for name, b in step.model.named_buffers()}
+    buffers = {names[id(b)] for b in step.module.buffers()}
+    done = StepRun({"loss": None} if step.name == "training_step" else {}, [], 0.0, buffers)
     try:
-        results, logged, flops = run_step(step, leaves, spec, seed=0)
-        has_loss = "loss" in results
+        done = run_step(step, leaves, spec, seed=0)
     except Exception:
-        logged = []  # it needs the trainer: what it logs is seen when it runs
-    for key, value in logged:
+        pass  # it needs the trainer: what it logs is seen when it runs, its buffers count as written
+    for key, value in done.logged:
         _refuse_metric(step, key, value, reason)
     value = f"{step.task}/loss"
     modules = {id(p): n for n, p in step.model.named_parameters()}
-    outputs = (value,) if has_loss else ()
+    outputs = (value,) if "loss" in done.results else ()
     operator = Operator(
         name=name,
         task=step.task,
@@ -58,17 +59,16 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         inputs=(),
         outputs=outputs,
         parameters=tuple(modules[id(p)] for p in step.module.parameters()),
-        forward_flops=flops,
+        forward_flops=done.flops,
     )
-    sources = (*(LeafRef(i) for i in range(len(leaves))), BatchIndex())
+    sources: tuple[Source, ...] = (*(LeafRef(i) for i in range(len(leaves))), BatchIndex())
     piece = Piece(name, sources, outputs, _CoarseBuilder(step, spec, reason))
-    buffers = {f"tasks.{step.task}.{n}" for n, _ in step.module.named_buffers()}
     return Parts(
         operators=[operator],
         values=[Value(v, None, 1, 4, differentiable=True) for v in outputs],
         results=[Result(step.task, "loss", v, Reduction.WHOLE) for v in outputs],
         pieces={name: piece},
-        written={name: buffers if step.name == "training_step" else set()},
+        written={name: done.written},
         read={name: buffers},
     )
 

@@ -134,7 +134,7 @@ def run_node(
     if node.op == "call_function":
         if node.target is patches.update_metric:
             args = (copy.deepcopy(args[0]), *args[1:])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     module = holder.get_submodule(str(node.target))

@@ -36,9 +36,10 @@ def refuse_ignored(target: torch.Tensor, ignored: int, task: str) -> None:
     if target.is_floating_point():
         return
     message = (
-        f"task {task!r}: a label equals ignore_index ({ignored}), which no label of the captured example did, so "
-        "the loss was split over rows. Write the mean as cross_entropy(..., reduction='sum') / (labels != "
-        f"{ignored}).sum(), or give ignore_index another value than the default: it then runs on whole batches"
+        f"task {task!r}: a label equals ignore_index ({ignored}), which no label of the captured example "
+        "did, so the loss was split over rows. Write the mean as cross_entropy(..., reduction='sum') / "
+        f"(labels != {ignored}).sum(), or give ignore_index another value than the default: the loss then "
+        "runs on whole batches"
     )
     if target.is_cuda:
         torch._assert_async((target != ignored).all(), message)  # no synchronisation

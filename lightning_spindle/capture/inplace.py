@@ -1,6 +1,9 @@
-"""In-place operations of a trace made safe for values that other nodes read or that were received."""
+"""Rewrites of a trace: in-place operations made safe, tuples handed over entry by entry."""
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,6 +51,49 @@ def protect_measured(graph: fx.Graph) -> bool:
             protect(graph, node, changed)
             found = True
     return found
+
+
+def spread_tuples(graph: fx.Graph) -> bool:
+    """Hand a node's tuple to others as its entries (operators give tensors); whether there was any."""
+    found = False
+    for node in list(graph.nodes):
+        entries = node.meta.get("entries")
+        users = [u for u in node.users if u.target not in (operator.getitem, getattr) and u.op != "output"]
+        if not isinstance(entries, (tuple, list)) or not users or not _all_known(entries):
+            continue
+        with graph.inserting_after(node):
+            tree = _entry(graph, node, entries)
+        for user in users:
+            user.args, user.kwargs = replaced((user.args, user.kwargs), node, tree)
+        found = True
+    return found
+
+
+def replaced(arguments: Any, node: fx.Node, value: Any) -> Any:
+    """A node's arguments with ``value`` in the place of ``node``."""
+    return fx.node.map_aggregate(arguments, lambda a: value if a is node else a)
+
+
+def _all_known(entries: Any) -> bool:
+    if isinstance(entries, (tuple, list)):
+        return all(_all_known(entry) for entry in entries)
+    return entries is None or entries is True
+
+
+def _entry(graph: fx.Graph, node: fx.Node, entries: Any) -> Any:
+    """``node``'s value as a tree of nodes that take out its tensors."""
+    if not isinstance(entries, (tuple, list)):
+        return None if entries is None else node
+    made: list[Any] = []
+    for i, entry in enumerate(entries):
+        if entry is None:
+            made.append(None)
+            continue
+        taken = graph.call_function(operator.getitem, (node, i))
+        taken.meta["grad"] = node.meta.get("grad", True)
+        with graph.inserting_after(taken):
+            made.append(_entry(graph, taken, entry))
+    return type(entries)(made)
 
 
 def _works_in_place(node: fx.Node, module_of: object) -> bool:

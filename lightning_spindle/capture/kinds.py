@@ -100,11 +100,10 @@ def reduced(whole: torch.Tensor, parts: list[torch.Tensor]) -> Kind | None:
     pairs = list(zip(PARTS, parts, strict=True))
     cuts = [pairs[:2], pairs[2:]]
     if whole.is_floating_point() and all(
-        alike(whole, sum(p * (len(i) / ROWS) for i, p in cut).to(whole.dtype))
-        for cut in cuts  # type: ignore
+        alike(whole, sum(p * (len(i) / ROWS) for i, p in cut).to(whole.dtype)) for cut in cuts
     ):
         return MEAN
-    if all(alike(whole, sum(p for _, p in cut).to(whole.dtype)) for cut in cuts):  # type: ignore
+    if all(alike(whole, sum(p for _, p in cut).to(whole.dtype)) for cut in cuts):
         return SUM
     return None
 

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spindle.capture.evaluate import filled, kept_generators, plain_state, run_node, with_tensors
+from lightning_spindle.capture.layout import pick_rows
+from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.tracer import StepTrace
 
 SEED = 20
@@ -54,6 +56,34 @@ def measure(
     return found, {key: values[node].detach() for key, node in trace.results.items()}
 
 
+def dynamic(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> set[fx.Node]:
+    """Nodes whose shape differs on a batch of equal shapes but other rows: it depends on values."""
+    rows = layout.rows(list(leaves))
+    shapes: list[dict[fx.Node, tuple[int, ...]]] = []
+    for index in (range(rows), [row // 2 for row in range(rows)], [rows - 1] * rows):
+        found: dict[fx.Node, tuple[int, ...]] = {}
+        given = dict(zip(trace.leaves, pick_rows(leaves, layout, list(index)), strict=True))
+
+        def run(found: dict[fx.Node, tuple[int, ...]] = found, given: dict[Any, Any] = given) -> None:
+            values: dict[fx.Node, Any] = {}
+            for node in trace.graph.nodes:
+                if node.op == "placeholder":
+                    values[node] = given.get(node, 0)
+                elif node.op != "output" and all(n in values for n in node.all_input_nodes):
+                    try:
+                        values[node] = run_node(trace.holder, node, *filled(node, values.__getitem__))
+                    except Exception:
+                        continue
+                if isinstance(values.get(node), torch.Tensor):
+                    found[node] = tuple(values[node].shape)
+
+        with kept_generators(SEED), torch.no_grad():
+            with_tensors(trace.holder, plain_state(trace.holder, requires_grad=False), run)
+        shapes.append(found)
+    first, *others = shapes
+    return {node for node in first if any(node in other and other[node] != first[node] for other in others)}
+
+
 def _run(
     trace: StepTrace,
     node: fx.Node,
@@ -85,7 +115,17 @@ def _run(
     result = _of(values[node])
     result.flops, result.saved = counter.get_total_flops() - before, saved
     node.meta["structured"] = result.structured
+    node.meta["entries"] = entries_of(values[node])
     return result
+
+
+def entries_of(value: Any) -> Any:
+    """What a tuple or list holds, nested: True for a tensor, None for None. False for anything else."""
+    if isinstance(value, torch.Tensor) or value is None:
+        return True if value is not None else None
+    if type(value) in (tuple, list):
+        return type(value)(entries_of(entry) for entry in value)
+    return False
 
 
 def _of(value: Any) -> Measured:

@@ -1,13 +1,14 @@
 """Sizes and devices read from an operator's value, read from the batch instead.
 
-A mask made from ``torch.arange(x.shape[1], device=x.device)`` would tie all its users to the operator that gave
-``x``, though the batch says the same. What a size depends on is found by running the trace on examples of other
-sizes: each dimension of each leaf made shorter, and fewer rows.
+A mask made from ``torch.arange(x.shape[1], device=x.device)`` would tie all its users to the operator that
+gave ``x``, though the batch says the same. What a size depends on is found by running the trace on examples
+of other sizes: each dimension of each leaf made shorter, and fewer rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_spindle.capture.evaluate import (
     run_node,
     with_tensors,
 )
+from lightning_spindle.capture.inplace import replaced
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.tracer import StepTrace
@@ -60,14 +62,13 @@ def _reads_size(node: fx.Node) -> bool:
 def _source(node: fx.Node) -> fx.Node:
     """The tensor whose size is read."""
     given = node.args[0]
-    return given.args[0] if node.target is patches.operator_getitem else given  # type: ignore
+    return given.args[0] if node.target is patches.operator_getitem else given
 
 
 def _replace(graph: fx.Graph, node: fx.Node, leaf: fx.Node | None, dim: int) -> None:
     if leaf is None:  # it depends on no leaf: ``dim`` is the size
         for user in list(node.users):
-            user.args = _with(user.args, node, dim)
-            user.kwargs = _with(user.kwargs, node, dim)
+            user.args, user.kwargs = replaced((user.args, user.kwargs), node, dim)
         return
     with graph.inserting_before(node):
         shape = graph.call_function(getattr, (leaf, "shape"))
@@ -75,21 +76,21 @@ def _replace(graph: fx.Graph, node: fx.Node, leaf: fx.Node | None, dim: int) -> 
     node.replace_all_uses_with(size)
 
 
-def _with(arguments: Any, node: fx.Node, value: int) -> Any:
-    return fx.node.map_aggregate(arguments, lambda a: value if a is node else a)
-
-
 def _agreeing(
     trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout, reads: list[fx.Node]
 ) -> dict[fx.Node, tuple[fx.Node | None, int]]:
     rows = layout.rows(list(leaves))
     base = pick_rows(leaves, layout, [row % rows for row in range(_ROWS)])
-    variants = [base, pick_rows(leaves, layout, [row % rows for row in range(_ROWS - 1)]), *_shorter(base, layout)]
+    variants = [
+        base,
+        pick_rows(leaves, layout, [row % rows for row in range(_ROWS - 1)]),
+        *_shorter(base, layout),
+    ]
     state = plain_state(trace.holder, requires_grad=False)
     found: list[tuple[list[Any], dict[fx.Node, int]]] = []
     for given in variants:
         with kept_generators(0), torch.no_grad():
-            sizes = with_tensors(trace.holder, state, lambda given=given: _sizes(trace, given, reads))
+            sizes = with_tensors(trace.holder, state, partial(_sizes, trace, given, reads))
         found.append((given, sizes))
     places = [
         (i, dim)
@@ -126,7 +127,7 @@ def _shorter(base: list[Any], layout: BatchLayout) -> list[list[Any]]:
 def _sizes(trace: StepTrace, leaves: list[Any], reads: list[fx.Node]) -> dict[fx.Node, int]:
     """The sizes that ``reads`` give on these leaves, without those that cannot be run."""
     wanted = set(reads).union(*(_ancestors(node) for node in reads))
-    values: dict[fx.Node, Any] = dict(zip(trace.leaves, leaves, strict=True))  # type: ignore
+    values: dict[fx.Node, Any] = dict(zip(trace.leaves, leaves, strict=True))
     values[trace.batch_idx] = 0
     for node in trace.graph.nodes:
         if node in wanted and node.op != "placeholder" and all(n in values for n in node.all_input_nodes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.tracer import Step, results_of
 
 _INTERNAL = set(nn.Module().__dict__)
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What a step did: results and logged values by key, FLOPs, and the buffers that it wrote."""
+
+    results: dict[str, Any]
+    logged: list[tuple[str, Any]]
+    flops: float
+    written: set[str]
 
 
 @contextmanager
@@ -85,14 +96,14 @@ def _same_entries(value: Any, entries: Any) -> bool:
     return bool(value == entries)
 
 
-def run_step(
-    step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int
-) -> tuple[dict[str, Any], list[tuple[str, Any]], float]:
-    """The user's step on the example batch: its results and logged values by key, and its FLOPs."""
+def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> StepRun:
+    """Run the user's step on the example batch."""
     logged: list[tuple[str, Any]] = []
     holder = Holder(step.model)
     backward = step.name == "training_step"
     found: dict[str, Any] = {}
+    state = plain_state(step.model, backward)
+    buffers = {name: state[name]._version for name, _ in step.model.named_buffers()}
 
     def run() -> None:
         copies = [v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for v in leaves]
@@ -102,6 +113,8 @@ def run_step(
         ):
             found.update(results_of(step, step(unflatten(copies, spec), 0)))
         found["flops"] = counter.get_total_flops()
+        now = dict(holder.named_buffers())
+        found["written"] = {n for n in buffers if now.get(n) is not state[n] or now[n]._version != buffers[n]}
 
     with (
         kept_generators(seed),
@@ -109,6 +122,6 @@ def run_step(
         patches.trapped_trainer(),
         torch.set_grad_enabled(backward),
     ):
-        with_tensors(holder, plain_state(step.model, backward), run)
-    flops = found.pop("flops")
-    return found, logged, float(flops)
+        with_tensors(holder, state, run)
+    flops, written = found.pop("flops"), found.pop("written")
+    return StepRun(found, logged, float(flops), written)

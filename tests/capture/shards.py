@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def cuts(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
     for part in parts:
         edges.append(min(rows, edges[-1] + part))
     edges[-1] = rows
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
 def expected(model: MultiTaskModule, batches: dict[str, Any], step: str = "training_step") -> Results:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -64,10 +66,10 @@ def test_equal_layers_have_equal_signatures_and_others_not() -> None:
          Reduction.MEAN),
         (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], ignore_index=0), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], ignore_index=7), Layout.WHOLE, Reduction.WHOLE),
-        (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], torch.tensor([1.0, 2.0, 3.0]).to(f)), Layout.WHOLE,
-         Reduction.WHOLE),
-        (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], reduction="sum") / (b["y"] != -100).sum(), Layout.WHOLE,
-         Reduction.WHOLE),
+        (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], torch.tensor([1.0, 2.0, 3.0]).to(f)),
+         Layout.WHOLE, Reduction.WHOLE),
+        (lambda t, f, b: F.cross_entropy(t.head(f), b["y"], reduction="sum") / (b["y"] != -100).sum(),
+         Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: f.mean() * t.head(f).mean(), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: t.head(f).pow(2).mean().sqrt(), Layout.WHOLE, Reduction.WHOLE),
         (lambda t, f, b: 3 * f.mean() + 1 + t.head(f).abs().mean(), Layout.SPLIT, Reduction.MEAN),
@@ -366,3 +368,107 @@ def test_named_classes_are_operators() -> None:
     made = captured(model, batches, operators=(Tower,))
     assert [o.name for o in made.graph.operators] == ["t/body", "t/head"]
     assert_parity(model, batches, made)
+
+
+def test_tuples_between_layers_are_handed_over_tensor_by_tensor() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, state: Any) -> Any:
+            x, (other, nothing) = state
+            return self.inner(x).tanh(), [other + x, nothing]
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, WIDTH)
+            self.layers = nn.Sequential(Layer(), Layer(), Layer())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            y, (other, _) = self.layers((x, [x, None]))
+            return y + other
+
+    model, batches = one(lambda t, f, b: F.mse_loss(t.head(f), b["y"]), Body(), y=rows(7, 5, 3))
+    made = captured(model, batches)
+    assert not made.coarse
+    assert len(made.graph.operator("t/body.layers.1").inputs) == 2
+    assert_parity(model, batches, made)
+
+
+def test_shapes_that_depend_on_values_are_marked() -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(4, WIDTH)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, batch: Any) -> Tensor:
+            x = self.blocks[0](self.embed(batch["x"]))
+            return self.blocks[1](x[:, : batch["n"].max()])
+
+    class Cropped(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Body()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.body(batch).mean(1).pow(2).mean()
+
+    model = multitask(t=Cropped())
+    batches = {"t": {"x": rows(7, 5, 4), "n": torch.tensor([1, 2, 4, 3, 1, 2, 3])}}
+    made = captured(model, batches)
+    assert not made.coarse
+    assert {v.name: v.dynamic for v in made.graph.values if "blocks" in v.name} == {
+        "t/tasks_t_body_blocks_0": False,
+        "t/tasks_t_body_blocks_1": True,
+    }
+    assert_parity(model, batches, made)
+    batches["t"]["n"][2] = 3
+    assert_parity(model, batches, made)
+
+
+def test_masks_and_sizes_come_from_the_batch() -> None:
+    """No operator receives another's activations to read their size."""
+    model = multitask(t=Texts(True))
+    made = captured(model, {"t": texts(6, 5)})
+    assert all(len(o.inputs) <= 1 for o in made.graph.operators)
+    layers = [o for o in made.graph.operators if "layers" in o.name]
+    assert len({o.signature for o in layers}) == 1
+
+
+_TERMS = [
+    lambda t, f, b: t.head(f).pow(2).mean(),
+    lambda t, f, b: t.head(f).pow(2).mean(0).sum(),
+    lambda t, f, b: t.head(f).sum() / b["x"].shape[0],
+    lambda t, f, b: t.head(f).abs().sum(),
+    lambda t, f, b: t.head(f).logsumexp((0, 1)),
+    lambda t, f, b: (f @ f.T).tanh().mean(),
+    lambda t, f, b: (f - f.mean(0)).pow(2).mean(),
+    lambda t, f, b: t.head.weight.norm(),
+    lambda t, f, b: (f.sum(1) > 0).double().mean(),
+    lambda t, f, b: f.sort(0).values.diff(dim=0).mean(),
+    lambda t, f, b: f.roll(1, 0).mul(f).mean(),
+    lambda t, f, b: f.cumsum(0).mean(),
+    lambda t, f, b: f[0].mean(),
+    lambda t, f, b: F.softplus(t.head(f)).max(1).values.mean(),
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.sampled_from(_TERMS),
+    second=st.sampled_from(_TERMS),
+    joined=st.sampled_from([torch.add, torch.mul, torch.maximum, lambda a, b: a.exp() + b]),
+    parts=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+)
+def test_no_loss_is_silently_different(first: Any, second: Any, joined: Any, parts: list[int]) -> None:
+    model, batches = one(
+        lambda t, f, b: joined(first(t, f, b), second(t, f, b)) + 0 * f.mean(), nn.Linear(4, WIDTH)
+    )
+    batches["t"]["x"] = rows(7, 4)
+    made = captured(model, batches)
+    assert not made.coarse
+    assert_parity(model, batches, made, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,6 +80,6 @@ def test_parts_make_the_whole(rows: int, cuts: list[int]) -> None:
     assert layout.spec == spec
     assert layout.rows(leaves) == rows
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
-    parts = [take_rows(leaves, layout, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [take_rows(leaves, layout, a, b) for a, b in pairwise(edges)]
     assert torch.equal(torch.cat([p[0] for p in parts]), leaves[0])
     assert torch.equal(torch.cat([p[1] for p in parts]), leaves[1])

@@ -213,7 +213,7 @@ def test_a_coarse_step_must_not_log_metric_objects() -> None:
     model = multitask(t=Task(Tower(), loss, head=nn.Linear(WIDTH, 3), accuracy=MulticlassAccuracy(3)))
     with (
         pytest.warns(CaptureWarning),
-        pytest.raises(ValueError, match="'t'.*accuracy.*Log the metric's value"),
+        pytest.raises(ValueError, match=r"'t'.*accuracy.*Log the metric's value"),
     ):
         captured(model, {"t": {"x": rows(7, 5, 4), "y": labels(7)}})
     assert model.tasks["t"].accuracy.update_count == 0
@@ -229,7 +229,7 @@ def test_other_outputs_are_refused_by_name() -> None:
             y = self.layer(batch["x"])
             return {"loss": y.mean(), "features": y}
 
-    with pytest.raises(ValueError, match="'t'.*features"):
+    with pytest.raises(ValueError, match=r"'t'.*features"):
         captured(multitask(t=Strange()), {"t": {"x": rows(7, 4)}})
 
 
@@ -327,7 +327,7 @@ def test_an_ignored_label_in_a_split_mean_raises() -> None:
     batches = {"t": {"x": rows(7, 5, 4), "y": labels(7)}}
     made = captured(model, batches)
     batches["t"]["y"][2] = -100
-    with pytest.raises(RuntimeError, match="'t'.*ignore_index"):
+    with pytest.raises(RuntimeError, match=r"'t'.*ignore_index"):
         run(made, batches, (3, 4))
 
 
