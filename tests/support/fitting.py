@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_spindle.capture import batch_layout, capture
+from lightning_spindle.capture.pieces import Capture
 from lightning_spindle.graph import Layout, MetaGraph
 from lightning_spindle.plan import Configuration, ExecutionPlan, Run
 from lightning_spindle.planner.contraction import contract
@@ -152,14 +153,18 @@ def approx_dict(values: dict[str, float], tolerance: float) -> Any:
     return pytest.approx(values, rel=tolerance, abs=tolerance)
 
 
-def metagraph_of(model: Any, data: Any) -> MetaGraph:
-    """The MetaGraph that Spindle finds for the model's training step."""
+def captured(model: Any, data: Any, **options: Any) -> Capture:
+    """The model's training step taken apart, as a fit would."""
     with isolate_rng():
         data.setup("fit")
         examples = {t: example(loader) for t, loader in named_loaders(data.train_dataloader()).items()}
         layouts = {t: batch_layout(e.batch, e.collate, e.samples) for t, e in examples.items()}
-        captured = capture(model, "training_step", {t: e.batch for t, e in examples.items()}, layouts)
-    return contract(captured.graph)
+        return capture(model, "training_step", {t: e.batch for t, e in examples.items()}, layouts, **options)
+
+
+def metagraph_of(model: Any, data: Any) -> MetaGraph:
+    """The MetaGraph that Spindle finds for the model's training step."""
+    return contract(captured(model, data).graph)
 
 
 def placed(metagraph: MetaGraph, devices: int, where: Callable[[str], tuple[int, ...]]) -> ExecutionPlan:
