@@ -163,7 +163,7 @@ class _Classifier:
         self, node: fx.Node, info: Info, flat: list[Any], inputs: set[str], restore: Callable[..., None]
     ) -> None:
         parts = [self._run_part(node, part, restore) for part in PARTS]
-        shapes_only = not inputs - {"static", "size"} or _reads_shapes(node)
+        shapes_only = not inputs - {"static", "size"} or _reads_shapes(node, self.infos)
         kept = not (info.draws or self._is_anchor(node))
         kinds: list[Kind | None] = [None] * len(flat)
         if all(part is not None and len(part) == len(flat) for part in parts):
@@ -303,7 +303,9 @@ class _Classifier:
         return found
 
 
-def _reads_shapes(node: fx.Node) -> bool:
+def _reads_shapes(node: fx.Node, infos: dict[fx.Node, Info]) -> bool:
+    if node.op == "call_method" and node.target in ("to", "type_as"):
+        return isinstance(node.args[0], fx.Node) and infos[node.args[0]].tags <= {"static", "size"}
     if node.op == "call_method":
         return str(node.target) in _SHAPE_ONLY
     if node.target is getattr:

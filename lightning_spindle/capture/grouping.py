@@ -157,7 +157,9 @@ class Grouping:
     # ------------------------------------------------------------------------------------- assignment
     def _assign(self, node: fx.Node) -> None:
         info, producers = self.infos[node], self.producers(node)
-        if self.is_metric(node):
+        if node.meta.get("protects"):
+            pass  # a clone belongs to the operation that changes it, wherever that is
+        elif self.is_metric(node):
             self._new("metric", node)
         elif producers & {self.tail, self.after_metrics} or self._is_result(node, producers):
             self._to_tail(node, producers)

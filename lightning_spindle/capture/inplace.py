@@ -24,7 +24,7 @@ def protect(graph: fx.Graph, node: fx.Node, changed: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         cloned = graph.call_function(torch.clone, (changed,))
-    cloned.meta["grad"] = node.meta.get("grad", True)
+    cloned.meta.update(grad=node.meta.get("grad", True), protects=True)
     order = {n: i for i, n in enumerate(graph.nodes)}
     for user in list(changed.users):
         if user is node:

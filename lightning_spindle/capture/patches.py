@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import linecache
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -51,6 +53,15 @@ def reads_structure(node: fx.Node) -> bool:
     return node.target is getattr and node.args[1] in (
         "ndim", "dtype", "device", "is_cuda", "is_nested", "layout", "is_sparse", "is_quantized",
     )  # fmt: skip
+
+
+def is_asserted(frame: FrameType | None) -> bool:
+    """Whether the innermost user's line below ``frame`` is an assert statement."""
+    while frame is not None and "/torch/fx/" in frame.f_code.co_filename.replace("\\", "/"):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert ")
 
 
 def update_metric(metric: Any, *args: Any, **kwargs: Any) -> None:

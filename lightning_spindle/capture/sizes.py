@@ -36,17 +36,34 @@ def read_from_batch(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout
     tensors = [
         n for n, v in zip(trace.leaves, leaves, strict=True) if n is not None and isinstance(v, torch.Tensor)
     ]
+    of_type = {v.dtype: n for n, v in zip(trace.leaves, leaves, strict=True) if n in tensors}
     for node in list(graph.nodes):
-        if tensors and _reads_device(node) and node.args[0].op != "placeholder":
+        given = _lends_type(node)
+        if tensors and _reads(node, "device") and node.args[0].op != "placeholder":
             node.args = (tensors[0], "device")
+        elif given is not None and given.op != "placeholder" and given.meta.get("dtype") in of_type:
+            node.replace_input_with(given, of_type[given.meta["dtype"]])
     reads = [n for n in graph.nodes if _reads_size(n) and _source(n).op != "placeholder"]
     if reads:
         for node, (leaf, dim) in _agreeing(trace, leaves, layout, reads).items():
             _replace(graph, node, leaf, dim)
 
 
-def _reads_device(node: fx.Node) -> bool:
-    return node.target is getattr and node.args[1] == "device"
+def _reads(node: fx.Node, attribute: str) -> bool:
+    return node.target is getattr and node.args[1] == attribute
+
+
+def _lends_type(node: fx.Node) -> fx.Node | None:
+    """The tensor whose type alone ``node`` uses, as in ``mask.to(x)``."""
+    if _reads(node, "dtype"):
+        return node.args[0]
+    if node.op == "call_method" and node.target in ("to", "type_as") and len(node.args) > 1:
+        given = node.args[1]
+        lends = (
+            isinstance(given, fx.Node) and given.meta.get("dtype") is not None and given is not node.args[0]
+        )
+        return given if lends else None
+    return None
 
 
 def _reads_size(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ Module and parameter names are those of the model (first of ``named_modules``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,6 @@ class StepTracer(fx.Tracer):
     """A tracer whose operators are leaves and that refuses to freeze state."""
 
     proxy_buffer_attributes = True
-    trace_asserts = True
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -249,7 +249,8 @@ class StepTracer(fx.Tracer):
         try:
             with torch.no_grad():
                 args, kwargs = filled(node, lambda n: n.meta["shadow"])
-                node.meta["shadow"] = run_node(self.root, node, args, kwargs)
+                shadow = node.meta["shadow"] = run_node(self.root, node, args, kwargs)
+                node.meta["dtype"] = getattr(shadow, "dtype", None)
         except Exception:
             return  # the step itself will say so
         finally:
@@ -274,8 +275,12 @@ class StepTracer(fx.Tracer):
         return super().iter(obj)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Number of dimensions, type and device may be asked for; sizes and values change."""
-        if obj.node.meta.get("structural"):
+        """Number of dimensions, type and device may be asked for; sizes and values change.
+
+        What the user asserts holds on the example, else the user's own error ends the trace.
+        """
+        asserted = "shadow" in obj.node.meta and patches.is_asserted(sys._getframe(1))
+        if asserted or obj.node.meta.get("structural"):
             return bool(obj.node.meta["shadow"])
         return super().to_bool(obj)
 

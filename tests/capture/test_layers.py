@@ -472,3 +472,63 @@ def test_no_loss_is_silently_different(first: Any, second: Any, joined: Any, par
     made = captured(model, batches)
     assert not made.coarse
     assert_parity(model, batches, made, parts)
+
+
+class Residual(nn.Module):
+    """Changes its input in place first, and couples rows where ``normed``."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.relu, self.conv = nn.ReLU(inplace=True), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm2d(WIDTH) if normed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.relu(x))) + 1
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_convolutions_that_work_in_place(normed: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(inplace=True))
+            self.layers = nn.Sequential(Residual(normed), Residual(normed), Residual(normed))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dim() == 4
+            assert x.shape[1] == 3
+            x = self.layers(self.stem(x))
+            return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+    model = multitask(t=Task(Net(), lambda t, f, b: F.mse_loss(t.head(f), b["y"]), head=nn.Linear(WIDTH, 3)))
+    batches = {"t": {"x": rows(7, 3, 6, 6), "y": rows(7, 3)}}
+    made = captured(model, batches)
+    blocks = [o for o in made.graph.operators if "layers" in o.name]
+    assert {o.layout for o in blocks} == {Layout.WHOLE if normed else Layout.SPLIT}
+    assert len({o.signature for o in blocks}) == 1
+    assert_parity(model, batches, made)
+
+
+def test_a_class_token_a_causal_mask_and_attention_pooling() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+            self.embed, self.encoder = nn.Linear(4, WIDTH), nn.TransformerEncoder(layer, 2)
+            self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+            self.pool = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            n, length, _ = x.size()
+            x = torch.cat([self.token.expand(n, -1, -1), self.embed(x)], 1)
+            mask = nn.Transformer.generate_square_subsequent_mask(length + 1)
+            x = self.encoder(x, mask=mask.to(x), is_causal=True)
+            pooled, _ = self.pool(self.token.expand(n, -1, -1), x, x, need_weights=False)
+            return pooled[:, 0]
+
+    model, batches = one(lambda t, f, b: F.cross_entropy(t.head(f), b["y"]), Pooled(), y=labels(7))
+    made = captured(model, batches)
+    assert {o.layout for o in made.graph.operators} == {Layout.SPLIT}
+    assert all(len(o.inputs) <= 1 for o in made.graph.operators)
+    assert_parity(model, batches, made)
+    assert_parity(model, {"t": {"x": rows(5, 3, 4), "y": labels(5)}}, made)
