@@ -27,7 +27,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
-from lightning_spindle.planner import PLANNERS
 from lightning_spindle.runtime import checks, feeding, planning
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import broadcast_object
@@ -46,7 +45,8 @@ class SpindleStrategy(ParallelStrategy):
     its rows, and sums gradients with the ranks that hold the same parameters.
 
     Args:
-        planner: name of the planner ("spindle" is the paper's).
+        planner: name of the planner ("spindle" is the paper's); "auto" takes the one whose plan the
+            simulator finds fastest for this model and these devices, and says so.
         plan: a plan to use instead of planning, or the path of its JSON file.
         operators: module classes to treat as one operator each, whatever is inside.
         profile_budget_s: at most this long is spent on measuring operators before training.
@@ -63,7 +63,7 @@ class SpindleStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        planner: str = "spindle",
+        planner: str = planning.AUTO,
         plan: ExecutionPlan | str | Path | None = None,
         *,
         operators: tuple[type[nn.Module], ...] = (),
@@ -84,8 +84,7 @@ class SpindleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if planner not in PLANNERS:
-            raise ValueError(f"no planner is called {planner!r}; there are {', '.join(sorted(PLANNERS))}")
+        planning.require_planner(planner)
         self._planner = planner
         self._given_plan = planning.load_plan(plan)
         self._operators = operators
@@ -224,6 +223,7 @@ class SpindleStrategy(ParallelStrategy):
                     device=self.root_device,
                     processes_per_node=self.num_processes,
                     show_progress=trainer.progress_bar_callback is not None,
+                    optimizer=self.optimizers[0] if self.optimizers else None,
                 ),
                 operators=self._operators,
                 seed=seed,

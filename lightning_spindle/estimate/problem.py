@@ -46,9 +46,17 @@ def cluster_from(
 
 
 def measured_costs(
-    graph: OperatorGraph, cluster: Cluster, samples: Samples, *, state_factor: float = 4.0
+    graph: OperatorGraph,
+    cluster: Cluster,
+    samples: Samples,
+    *,
+    state_factor: float = 4.0,
+    optimizer_s_per_byte: float = 0.0,
 ) -> MeasuredCosts:
-    """What the simulator asks: times on a core of its own, since it shares cores itself."""
+    """What the simulator asks: times on a core of its own, since it shares cores itself.
+
+    ``optimizer_s_per_byte`` is taken as measured, with all ranks busy, like the samples.
+    """
     return MeasuredCosts(
         graph,
         cluster,
@@ -58,6 +66,7 @@ def measured_costs(
         },
         {n: (link.latency_s, link.bytes_per_s) for n, link in samples.links.all_reduce.items()},
         state_factor=state_factor,
+        optimizer_s_per_byte=optimizer_s_per_byte * samples.alone_factor,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_spindle.module import MultiTaskModule
 from lightning_spindle.runtime.engine import TaskBatch
+from lightning_spindle.runtime.optimizers import fresh, plain
 from lightning_spindle.runtime.transport import Transport
 
 
@@ -19,8 +19,8 @@ def require_world(live: int, expected: int) -> None:
     """Raises RuntimeError unless as many ranks are live as the Trainer was asked for."""
     if live != expected:
         raise RuntimeError(
-            f"{live} processes are live, but the Trainer was configured for {expected}. A process group of an "
-            f"earlier run may still be open, or the launcher started another number of processes than "
+            f"{live} processes are live, but the Trainer was configured for {expected}. A process group of "
+            f"an earlier run may still be open, or the launcher started another number of processes than "
             f"devices x num_nodes"
         )
 
@@ -39,8 +39,8 @@ def require_supported(trainer: Any, model: LightningModule, world_size: int) -> 
     if trainer.state.fn == TrainerFn.FITTING and world_size > 1:
         if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
             raise ValueError(
-                "gradient clipping by norm is not supported by SpindleStrategy on several ranks yet: each rank "
-                "holds a part of the gradients; use gradient_clip_algorithm='value' or one device"
+                "gradient clipping by norm is not supported by SpindleStrategy on several ranks yet: each "
+                "rank holds a part of the gradients; use gradient_clip_algorithm='value' or one device"
             )
         if any(type(m).__name__ == "SyncBatchNorm" for m in model.modules()):
             raise ValueError(
@@ -55,12 +55,10 @@ def require_separable(optimizer: Any) -> None:
     optimizers that treat parameters one by one (SGD, Adam, ...), and wrong for others (LBFGS).
     Checked by a joint against two single steps of a fresh optimizer of the class.
     """
-    plain = getattr(optimizer, "_optimizer", optimizer)
     joint = [torch.nn.Parameter(torch.tensor([1.0, -2.0])), torch.nn.Parameter(torch.tensor([[3.0, 0.5]]))]
     single = [torch.nn.Parameter(p.detach().clone()) for p in joint]
     try:
-        options = _own_options(plain)
-        steppers = [type(plain)(joint, **options)] + [type(plain)([p], **options) for p in single]
+        steppers = [fresh(optimizer, joint)] + [fresh(optimizer, [p]) for p in single]
         for _ in range(3):
             for k, p in enumerate([*joint, *single]):
                 p.grad = torch.full_like(p, 0.1 * (1 + k % 2)) * p.detach().sign()
@@ -72,19 +70,9 @@ def require_separable(optimizer: Any) -> None:
         mixes, reason = True, f"it could not be stepped on its own ({type(e).__name__}: {e})"
     if mixes:
         raise ValueError(
-            f"SpindleStrategy cannot use the optimizer {type(plain).__name__}, because ranks step their own "
+            f"SpindleStrategy cannot use the optimizer {type(plain(optimizer)).__name__}, because ranks step their own "
             f"parameters separately: {reason}. Use one that treats each parameter alone, such as SGD or AdamW"
         )
-
-
-def _own_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's defaults that its constructor takes, as plain numbers."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in optimizer.defaults.items()
-        if key in accepted
-    }
 
 
 def require_same_data(batches: Mapping[str, TaskBatch], transport: Transport, device: torch.device) -> None:
@@ -108,8 +96,8 @@ def require_same_data(batches: Mapping[str, TaskBatch], transport: Transport, de
         sums = {s for s in table[:, at, 1].tolist() if s}
         if len(set(rows)) > 1 or len(sums) > 1:
             raise ValueError(
-                f"task {name}: ranks drew different batches (rows by rank: {[int(r) for r in rows]}). Every rank "
-                f"must draw the same global batch: do not seed samplers or generators by the rank"
+                f"task {name}: ranks drew different batches (rows by rank: {[int(r) for r in rows]}). Every "
+                f"rank must draw the same global batch: do not seed samplers or generators by the rank"
             )
 
 

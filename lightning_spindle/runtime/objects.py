@@ -85,9 +85,9 @@ def require_agreement(what: str, text: str, transport: Transport, device: torch.
     different = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if different:
         raise ValueError(
-            f"{what} differs between ranks: ranks {different} do not have rank 0's. Every rank must build the "
-            f"same model, data and plan; look for code that depends on the rank, on unseeded randomness or on "
-            f"the order of a set"
+            f"{what} differs between ranks: ranks {different} do not have rank 0's. Every rank must build "
+            f"the same model, data and plan; look for code that depends on the rank, on unseeded randomness "
+            f"or on the order of a set"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,28 @@ from tqdm.auto import tqdm
 from lightning_spindle.capture import Capture, flatten
 from lightning_spindle.costs import Costs
 from lightning_spindle.estimate.measure import measure, usable_cores
+from lightning_spindle.estimate.optimizer import optimizer_s_per_byte
 from lightning_spindle.estimate.problem import cluster_from, measured_costs, planning_problem
 from lightning_spindle.graph import MetaGraph
 from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.planner import PLANNERS
 from lightning_spindle.planner import plan as make_plan
+from lightning_spindle.planner.choice import Workload, choose
+from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.program import Kind, Program
+from lightning_spindle.runtime.optimizers import fresh
 from lightning_spindle.runtime.session import Planned, shared_plan
 from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport
 from lightning_spindle.timeline import Timeline
+
+AUTO = "auto"
+"""Every planner plans, and the simulator decides."""
+
+
+def require_planner(name: str) -> None:
+    """Raises ValueError, naming those there are, where no planner has the name."""
+    if name != AUTO and name not in PLANNERS:
+        raise ValueError(f"no planner is called {name!r}; there are {AUTO}, {', '.join(sorted(PLANNERS))}")
 
 
 def load_plan(plan: ExecutionPlan | str | Path | None) -> ExecutionPlan | None:
@@ -54,6 +69,7 @@ class Planner:
     device: torch.device
     processes_per_node: int
     show_progress: bool
+    optimizer: torch.optim.Optimizer | None
 
     def __call__(
         self, model: nn.Module, captured: Capture, metagraph: MetaGraph, batches: Mapping[str, Any]
@@ -94,12 +110,29 @@ class Planner:
             cores=cores,
             memory_bytes=_memory_bytes(self.device),
         )
+        costs = measured_costs(
+            captured.graph, cluster, samples, optimizer_s_per_byte=self._optimizer_s_per_byte(model)
+        )
         plan = None
         if self.transport.rank == 0:
             problem = planning_problem("fit", metagraph, captured.graph, samples, cluster)
-            plan = make_plan(problem, self.name)
-        costs = measured_costs(captured.graph, cluster, samples)
+            trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+            plan = self._plan(problem, Workload(metagraph, captured.graph, costs, trainable))
         return Planned(shared_plan(plan, self.transport, self.device), costs)
+
+    def _optimizer_s_per_byte(self, model: nn.Module) -> float:
+        if self.optimizer is None:
+            return 0.0
+        return optimizer_s_per_byte(
+            partial(fresh, self.optimizer), model.parameters(), self.transport, self.device
+        )
+
+    def _plan(self, problem: PlanningProblem, workload: Workload) -> ExecutionPlan:
+        if self.name != AUTO:
+            return make_plan(problem, self.name)
+        choice = choose(problem, workload)
+        rank_zero_info(str(choice))
+        return choice.plan
 
 
 def _memory_bytes(device: torch.device) -> int | None:
