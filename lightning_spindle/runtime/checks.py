@@ -70,8 +70,9 @@ def require_separable(optimizer: Any) -> None:
         mixes, reason = True, f"it could not be stepped on its own ({type(e).__name__}: {e})"
     if mixes:
         raise ValueError(
-            f"SpindleStrategy cannot use the optimizer {type(plain(optimizer)).__name__}, because ranks step their own "
-            f"parameters separately: {reason}. Use one that treats each parameter alone, such as SGD or AdamW"
+            f"SpindleStrategy cannot use the optimizer {type(plain(optimizer)).__name__}, because ranks step "
+            f"their own parameters separately: {reason}. Use one that treats each parameter alone, such as "
+            f"SGD or AdamW"
         )
 
 

@@ -59,7 +59,7 @@ class _RowCounter:
         # DataLoader draws its base seed when the iterator is made; with workers it also asks
         # the sampler for the first batches then, without at the first next.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        self._indices = iter(loader.batch_sampler)  # type: ignore[arg-type]
+        self._indices = iter(loader.batch_sampler)
         self._ahead: list[int] = []
         for _ in range(loader.num_workers * (loader.prefetch_factor or 0)):
             self._pull()
@@ -121,7 +121,7 @@ def example(loader: Any) -> Example:
 
 def _batch_size(loader: DataLoader[Any]) -> int:
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) else len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
+    return size if isinstance(size, int) else len(next(iter(loader.batch_sampler)))
 
 
 def named_loaders(combined: Any) -> Mapping[str, Any]:

@@ -77,4 +77,4 @@ def keep_metrics_local(model: LightningModule) -> dict[str, object]:
 def restore_metrics(model: LightningModule, before: Mapping[str, object]) -> None:
     """Undoes ``keep_metrics_local``."""
     for name, function in before.items():
-        model.get_submodule(name).distributed_available_fn = function  # type: ignore[assignment]
+        model.get_submodule(name).distributed_available_fn = function

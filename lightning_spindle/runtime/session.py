@@ -96,7 +96,7 @@ def build_session(
         planned = planning(model, trained, metagraph, examples[TRAIN].batches)
         require_agreement("the plan", planned.plan.to_json(), transport, device)
         _require_fit(planned.plan, metagraph, transport.size)
-    placed = _place(captures, planned and planned.plan, metagraph, transport.size)
+    placed = _place(captures, planned.plan if planned else None, metagraph, transport.size)
     held = holders([(placed[step], captures[step].graph) for step in captures])
     programs = {
         step: lower(
