@@ -491,7 +491,7 @@ def test_convolutions_that_work_in_place(normed: bool) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.ReLU(inplace=True))
+            self.stem = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.ReLU(inplace=True), nn.BatchNorm2d(WIDTH))
             self.layers = nn.Sequential(Residual(normed), Residual(normed), Residual(normed))
 
         def forward(self, x: Tensor) -> Tensor:
