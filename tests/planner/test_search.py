@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def test_decoding_from_the_middle_equals_decoding_anew(case, seed):
         assert anew.used == pytest.approx(now.used + grown)
         bound = anew.makespan_ms * (1 + 1e-9)
         assert resume(found, order, changed, now, bound) is not None
-        assert resume(found, order, changed, now, bound * 0.999) is None
+        assert resume(found, order, 0, None, bound * 0.999) is None
         idle = found.devices * bound - anew.used
         assert resume(found, order, changed, now, float("inf"), idle + 1e-6) is not None
         _check_order(found, order)
@@ -175,6 +176,28 @@ def test_says_whether_the_time_limit_ended_it():
     case = cell("clip7_16_a")
     assert dict(plan_search(case, time_limit_s=0.05).report)["capped"] == 1
     assert dict(plan_search(case, time_limit_s=None, moves=50).report)["capped"] == 0
+
+
+def large(metaops: int, devices: int) -> PlanningProblem:
+    rng = random.Random(0)
+    ops = []
+    for i in range(metaops):
+        work, fixed = rng.uniform(5.0, 200.0), rng.uniform(0.1, 1.5)
+        after = [f"m{j:03d}" for j in range(max(0, i - 20), i) if i % 3 == 2 and rng.random() < 0.1]
+        times = {1 << k: work / (1 << k) + fixed for k in range(devices.bit_length())}
+        ops.append(op(f"m{i:03d}", rng.randint(1, 32), after, times, batch=devices))
+    return problem(*ops, devices=devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("metaops", "devices", "seconds"), [(30, 64, 1.0), (300, 1024, 10.0)])
+def test_planning_takes_its_time_and_no_more(metaops, devices, seconds):
+    case = large(metaops, devices)
+    began_s = time.process_time()
+    found = plan_search(case, time_limit_s=seconds)
+    assert time.process_time() - began_s < seconds
+    check(found, case)
+    assert dict(found.report)["gap"] < 0.12
 
 
 def test_budget_follows_the_time_limit_and_the_size():

@@ -19,7 +19,7 @@ class Cooling:
 
     hot: float = 2.0
     cold: float = 0.05
-    on_chain: float = 0.9
+    on_chain: float = 0.8
     """Share of the moves that touch the blocking chain."""
     mean_weight: float = 0.3
     """Weight of the mean time at which devices get free: it tells apart schedules of one makespan."""
@@ -64,11 +64,11 @@ class Budget:
         return Budget(max(1, int(share * self.moves)), self.clock, now + share / left * (self.until - now))
 
 
-_STARTS = 4
-_FIRST_SHARE = 0.6
+_STARTS = 8
+_FIRST_SHARE = 0.7
 """Separate starts, and the share of the moves that they get together."""
-_CHECK = 128
-"""Moves between two looks at the clock, and between two temperatures."""
+_CHECK = 4000
+"""Moves times slices between two looks at the clock, and between two temperatures."""
 _LATE = 0.15
 """A search whose clock is this much further than its moves will be ended by the clock: it cools by it."""
 
@@ -94,8 +94,9 @@ def anneal(
     neighbours, rand = Moves(instance, random, split=split), random.random
     chain = blocking(now)
     heat, pace = cooling.hot * scale, _Pace(budget)
+    check = max(1, _CHECK // len(order))
     for step in range(budget.moves):
-        if step % _CHECK == 0:
+        if step % check == 0:
             share = pace.share(step)
             if share >= 1.0:
                 break

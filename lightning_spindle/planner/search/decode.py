@@ -57,7 +57,8 @@ def resume(
     """Decodes an order that equals ``earlier.order`` before index ``changed``.
 
     None as soon as it is certain that the makespan is above ``limit_ms``, or that devices idle
-    for more than ``limit_idle`` (device milliseconds) between their slices.
+    for more than ``limit_idle`` (device milliseconds) between their slices. What lies before the
+    place of resumption is not held against the limits: the caller looks at the result.
     """
     before, tails, bisect = instance.before, instance.tail_ms, bisect_right
     stride = instance.stride
