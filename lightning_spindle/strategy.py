@@ -21,15 +21,16 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import checks, feeding, planning
+from lightning_spindle.runtime.failures import Failures, default_failures
 from lightning_spindle.runtime.loaders import TaskLoader
-from lightning_spindle.runtime.objects import broadcast_object
+from lightning_spindle.runtime.objects import broadcast_object, meet, require_agreement
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, replay_logs, restore_metrics, task_losses
 from lightning_spindle.runtime.session import TRAIN, Session, Step, build_session
@@ -93,6 +94,7 @@ class SpindleStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._num_nodes = 1
         self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
+        self._failures: Failures | None = None
         self._session: Session | None = None
         self._localised: dict[int, LocalisedOptimizer] = {}
         self._metrics: Mapping[str, object] = {}
@@ -141,8 +143,11 @@ class SpindleStrategy(ParallelStrategy):
             )
 
     def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        checks.require_devices(self.accelerator)
         super().setup_environment()
         self.set_world_ranks()
+        checks.require_world(self.world_size, self.num_nodes * self.num_processes)
         if self.world_size == 1:
             return
         assert self.cluster_environment is not None
@@ -150,7 +155,8 @@ class SpindleStrategy(ParallelStrategy):
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         checks.require_world(dist.get_world_size(), self.world_size)
-        self._transport = world_transport(self._timeout)
+        self._failures = default_failures()
+        self._transport = world_transport(self._timeout, failures=self._failures)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -159,21 +165,23 @@ class SpindleStrategy(ParallelStrategy):
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+        if isinstance(self._transport, ProcessGroupTransport) and not self._interrupted:
+            with self._transport.explained(tuple(range(self.world_size))):
+                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return broadcast_object(obj, self._transport, self.root_device, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+        if not isinstance(tensor, torch.Tensor) or not isinstance(self._transport, ProcessGroupTransport):
             return tensor
         mean = str(reduce_op).lower() in ("mean", "avg")
         # Integers must not be averaged in integers.
         result = tensor.detach().clone().contiguous()
         result = result.to(torch.get_default_dtype()) if mean and not result.is_floating_point() else result
         op = dist.ReduceOp.SUM if mean or str(reduce_op).lower() == "sum" else reduce_op
-        dist.all_reduce(result, op=op, group=group)
+        with self._transport.explained(tuple(range(self.world_size))):
+            dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 
     # -------------------------------------------------------------------- set-up
@@ -208,6 +216,11 @@ class SpindleStrategy(ParallelStrategy):
         states = broadcast_object(_collect_rng_states(include_cuda=False), self._transport, self.root_device)
         _set_rng_states(states)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
+        plan = self._given_plan
+        settings = (
+            f"planner={self._planner}\noperators={self._operators}\nplan={plan}\n{plan and plan.to_json()}"
+        )
+        require_agreement("SpindleStrategy's arguments", settings, self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context():
             examples = feeding.examples(trainer, self)
             self._session = build_session(
@@ -293,7 +306,10 @@ class SpindleStrategy(ParallelStrategy):
         batch_idx = kwargs.get("batch_idx", args[0] if args else 0)
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         if batch_idx == 0:
-            checks.require_same_data(batches, self._transport, self.root_device)
+            length = feeding.epoch_length(self.lightning_module.trainer)
+            checks.require_same_data(
+                batches, list(step.capture.layouts), length, self._transport, self.root_device
+            )
         with context or nullcontext():
             return step, step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
 
@@ -336,19 +352,39 @@ class SpindleStrategy(ParallelStrategy):
 
     # --------------------------------------------------------------- checkpoints
 
+    @property
+    def _interrupted(self) -> bool:
+        """Whether this rank has failed: others may be gone, and nothing collective can work."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return (
+            self.world_size > 1 and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        )
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._interrupted:
+            return {}
         if self._session is None:
             return super().lightning_module_state_dict()
+        meet("saving a checkpoint", self._transport, self.root_device)
         return self._session.state.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._interrupted:
+            return {}
         plain = getattr(optimizer, "_optimizer", optimizer)
         localised = self._localised.get(id(plain))
         if localised is None:
             return super().optimizer_state(optimizer)
         return localised.state_dict(self._transport, self.root_device)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads rank 0's choice of file on every rank."""
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._interrupted:
+            rank_zero_warn(f"{filepath} is not saved: after an error the ranks' parts of the model are apart")
+            return
         if self._session is not None and self._session.planned is not None:
             checkpoint["lightning_spindle"] = {"plan": self._session.planned.plan.to_json()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -362,6 +398,7 @@ class SpindleStrategy(ParallelStrategy):
         if self._session is None:
             yield self.lightning_module
             return
+        meet("strategy.full_model()", self._transport, self.root_device)
         self._session.state.consolidate()
         try:
             yield self.lightning_module
@@ -383,6 +420,16 @@ class SpindleStrategy(ParallelStrategy):
         if self._recording is not None and self._timeline:
             folder = Path(self.lightning_module.trainer.default_root_dir)
             self._recording.write(folder, self._transport, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets the other ranks know, and keeps none of them waiting for this one."""
+        apart = self._session is not None and not self._session.state.complete
+        checks.add_hints(exception, apart and self.world_size > 1)
+        if self._failures is not None and isinstance(self._transport, ProcessGroupTransport):
+            self._failures.report(exception)
+            self._transport.break_off()
+            self._failures.leave()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """No collective: it also runs on one rank alone, after an exception."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_spindle.module import MultiTaskModule
@@ -25,6 +26,15 @@ def require_world(live: int, expected: int) -> None:
         )
 
 
+def require_devices(accelerator: Any) -> None:
+    """Raises ValueError for what is neither a CPU nor a CUDA device."""
+    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+        raise ValueError(
+            f"SpindleStrategy runs on CPU and CUDA devices, not on {type(accelerator).__name__}: choose "
+            f"Trainer(accelerator='cpu') or Trainer(accelerator='cuda')"
+        )
+
+
 def require_supported(trainer: Any, model: LightningModule, world_size: int) -> None:
     """Raises ValueError, naming the feature, for what would be silently different."""
     if not isinstance(model, MultiTaskModule):
@@ -34,9 +44,23 @@ def require_supported(trainer: Any, model: LightningModule, world_size: int) -> 
         )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to train or place")
-    if not model.automatic_optimization:
-        raise ValueError("SpindleStrategy needs automatic optimization; manual optimization is not supported")
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        raise NotImplementedError(
+            "SpindleStrategy does not predict yet: load the checkpoint under another strategy to predict"
+        )
+    manual = [name for name, task in model.tasks.items() if not task.automatic_optimization]
+    if manual or not model.automatic_optimization:
+        raise ValueError(
+            f"SpindleStrategy needs automatic optimization, and does not support manual optimization"
+            f"{f' (tasks {manual})' if manual else ''}: leave automatic_optimization=True"
+        )
     if trainer.state.fn == TrainerFn.FITTING and world_size > 1:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' is not supported by SpindleStrategy on several ranks yet: each rank's "
+                "GradScaler would find infinities among its own gradients only, and the loss scales would "
+                "drift apart; use precision='bf16-mixed' or one device"
+            )
         if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
             raise ValueError(
                 "gradient clipping by norm is not supported by SpindleStrategy on several ranks yet: each "
@@ -76,30 +100,40 @@ def require_separable(optimizer: Any) -> None:
         )
 
 
-def require_same_data(batches: Mapping[str, TaskBatch], transport: Transport, device: torch.device) -> None:
-    """Raises ValueError, on every rank, where ranks that loaded a task's batch have unlike ones.
+def require_same_data(
+    batches: Mapping[str, TaskBatch],
+    tasks: Sequence[str],
+    length: float,
+    transport: Transport,
+    device: torch.device,
+) -> None:
+    """Raises ValueError, on every rank, where ranks have unlike batches, or unlike numbers of them.
 
-    Compares row counts and a checksum; called once an epoch. Ranks that draw other batches
-    (a sampler or generator seeded by the rank) would otherwise train on a mixture.
+    Compares row counts and a checksum of each of ``tasks`` (a rank that does not read a task's
+    samples has none), and ``length``; called once an epoch. Ranks that draw other batches (a
+    sampler or generator seeded by the rank) would otherwise train on a mixture.
     """
     if transport.size == 1:
         return
-    names = sorted(batches)
-    table = torch.zeros(transport.size, len(names), 2, dtype=torch.float64, device=device)
-    for at, name in enumerate(names):
-        batch = batches[name]
-        table[transport.rank, at, 0] = batch.rows
-        if batch.leaves is not None:
+    # Of all tasks, absent ones too: the ranks may not agree on which are there.
+    table = torch.zeros(transport.size, len(tasks) + 1, 2, dtype=torch.float64, device=device)
+    table[transport.rank, -1, 0] = length
+    for at, name in enumerate(tasks):
+        batch = batches.get(name)
+        table[transport.rank, at, 0] = -1 if batch is None else batch.rows
+        if batch is not None and batch.leaves is not None:
             table[transport.rank, at, 1] = 1.0 + _checksum(batch.leaves)
     transport.all_reduce(table, tuple(range(transport.size))).wait()
-    for at, name in enumerate(names):
+    why = "Every rank must draw the same global batches: do not seed samplers or generators by the rank"
+    for at, name in enumerate(tasks):
         rows = table[:, at, 0].tolist()
         sums = {s for s in table[:, at, 1].tolist() if s}
         if len(set(rows)) > 1 or len(sums) > 1:
-            raise ValueError(
-                f"task {name}: ranks drew different batches (rows by rank: {[int(r) for r in rows]}). Every "
-                f"rank must draw the same global batch: do not seed samplers or generators by the rank"
-            )
+            counts = ["none" if r < 0 else int(r) for r in rows]
+            raise ValueError(f"task {name}: ranks drew different batches (rows by rank: {counts}). {why}")
+    lengths = table[:, -1, 0].tolist()
+    if len(set(lengths)) > 1:
+        raise ValueError(f"ranks have different numbers of batches in an epoch: {lengths}. {why}")
 
 
 def _checksum(leaves: list[Any]) -> float:
@@ -110,3 +144,12 @@ def _checksum(leaves: list[Any]) -> float:
             weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
             total += float((torch.nan_to_num(flat) * weights.rsqrt()).sum())
     return abs(total)
+
+
+def add_hints(error: BaseException, apart: bool) -> None:
+    """Notes for an error that a user may not expect, because the model is spread over ranks."""
+    if apart and "meta" in str(error).lower() and "tensor" in str(error).lower():
+        error.add_note(
+            "Parameters that other ranks hold are meta tensors on this rank. To read or change values of the "
+            "whole model, let every rank enter `with trainer.strategy.full_model():`."
+        )

@@ -76,6 +76,16 @@ def tasks_with(model: Any, step: str) -> set[str]:
     }
 
 
+def epoch_length(trainer: Any) -> float:
+    """Batches that the running loop goes through (inf where it cannot know)."""
+    loop = trainer._active_loop
+    batches = trainer.num_training_batches if trainer.training else getattr(loop, "max_batches", 0)
+    if trainer.validating or trainer.sanity_checking:
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else loop
+        batches = loop.max_batches
+    return float(sum(batches)) if isinstance(batches, list) else float(batches)
+
+
 def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iterable[str]) -> StepExample:
     loaders = named_loaders(combined)
     _require_known(loaders, trainer.lightning_module.tasks)

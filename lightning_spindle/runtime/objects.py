@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from lightning_spindle.runtime.failures import PeerError
 from lightning_spindle.runtime.transport import Transport
+
+_MEETING_TAG = 2**29 + 1
 
 
 def broadcast_object(obj: Any, transport: Transport, device: torch.device, source: int = 0) -> Any:
@@ -71,6 +75,22 @@ def gather_objects(obj: Any, transport: Transport, device: torch.device, tag: in
     return found
 
 
+def meet(what: str, transport: Transport, device: torch.device) -> None:
+    """Returns where every rank has called it; messages, so that no other collective pairs with it.
+
+    Raises:
+        PeerError: within the transport's limit, naming ``what``.
+    """
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        if transport.rank != 0:
+            transport.send(token, 0, _MEETING_TAG).wait()
+        for rank in range(1, transport.size) if transport.rank == 0 else ():
+            transport.receive(token, rank, _MEETING_TAG).wait()
+    except PeerError as e:
+        raise PeerError(f"{what}: {e}") from e
+
+
 def require_agreement(what: str, text: str, transport: Transport, device: torch.device) -> None:
     """Returns where ``text`` is the same on all ranks.
 
@@ -84,11 +104,25 @@ def require_agreement(what: str, text: str, transport: Transport, device: torch.
     digests = table.tolist()
     different = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if different:
+        line = _first_difference(text, broadcast_object(text, transport, device))
+        lines = broadcast_object(gather_objects(line, transport, device, _MEETING_TAG), transport, device)
+        here, there = lines[different[0]]
         raise ValueError(
-            f"{what} differs between ranks: ranks {different} do not have rank 0's. Every rank must build "
-            f"the same model, data and plan; look for code that depends on the rank, on unseeded randomness "
-            f"or on the order of a set"
+            f"{what}: ranks {different} do not have what rank 0 has. The first difference on rank "
+            f"{different[0]} is {here!r}, where rank 0 has {there!r}. Every rank must build the same model, "
+            f"data and plan; look for code that depends on the rank, on unseeded randomness or on the order "
+            f"of a set"
         )
+
+
+def _first_difference(text: str, other: str) -> tuple[str, str]:
+    """The first line in which two texts differ, cut to what can be read."""
+    for mine, theirs in zip_longest(text.splitlines(), other.splitlines(), fillvalue=""):
+        if mine != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
+            first = max(0, at - 60)
+            return mine[first : first + 160], theirs[first : first + 160]
+    return "", ""
 
 
 def _pack(obj: Any) -> torch.Tensor:

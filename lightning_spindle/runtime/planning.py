@@ -50,7 +50,7 @@ def load_plan(plan: ExecutionPlan | str | Path | None) -> ExecutionPlan | None:
         return plan
     try:
         return ExecutionPlan.from_json(Path(plan).read_text())
-    except OSError as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f"the plan {plan} cannot be read: {e}") from e
 
 

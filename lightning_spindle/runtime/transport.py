@@ -7,14 +7,20 @@ of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from lightning_spindle.runtime.failures import Failures
+
 Ranks = tuple[int, ...]
+
+_NO_TAG = 2**29
+"""A tag that no message has: they are numbered from 0."""
 
 
 class Pending(Protocol):
@@ -55,17 +61,21 @@ class _Done:
 class _Work:
     """Waits with the communication's limit; keeps its tensor alive until then."""
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, timeout: timedelta) -> None:
+    def __init__(
+        self, work: dist.Work, tensor: torch.Tensor, transport: ProcessGroupTransport, peers: Ranks
+    ) -> None:
         self._work = work
         self._tensor = tensor
-        self._timeout = timeout
+        self._transport = transport
+        self._peers = peers
         self._waiting = True
 
     def wait(self) -> None:
         # A second wait for one gloo message would wait for a message that never comes.
         if self._waiting:
-            self._work.wait(self._timeout)
             self._waiting = False
+            with self._transport.explained(self._peers):
+                self._work.wait(self._transport.timeout)
 
 
 class ProcessGroupTransport:
@@ -76,6 +86,7 @@ class ProcessGroupTransport:
         subgroup: gives the group of a sorted tuple of ranks; called by every rank for the
             same tuples in the same order (``prepare``), members or not.
         timeout: limit of every wait.
+        failures: of other ranks, which then are the error instead of a broken connection.
         blocking_sends: complete each send before returning, which shows wrong orders that
             asynchronous sends hide; for tests.
     """
@@ -86,11 +97,13 @@ class ProcessGroupTransport:
         subgroup: Callable[[Ranks], dist.ProcessGroup | None],
         *,
         timeout: timedelta,
+        failures: Failures | None = None,
         blocking_sends: bool = False,
     ) -> None:
         self._world = world
         self._subgroup = subgroup
-        self._timeout = timeout
+        self._failures = failures
+        self.timeout = timeout
         self._blocking = blocking_sends
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
 
@@ -111,20 +124,20 @@ class ProcessGroupTransport:
                 self._groups[ranks] = self._subgroup(ranks)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
-        pending = self._pending(self._world.send([tensor], to, tag), tensor)
+        pending = self._post(lambda: self._world.send([tensor], to, tag), tensor, (to,))
         if self._blocking:
             pending.wait()
         return pending
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
-        return self._pending(self._world.recv([tensor], source, tag), tensor)
+        return self._post(lambda: self._world.recv([tensor], source, tag), tensor, (source,))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
         if len(ranks) == 1:
             return _Done()
         # On a strided tensor gloo's collectives give wrong numbers without an error.
         assert tensor.is_contiguous()
-        return self._pending(self._group(ranks).allreduce([tensor]), tensor)
+        return self._post(lambda: self._group(ranks).allreduce([tensor]), tensor, ranks)
 
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> Pending:
         if len(ranks) == 1:
@@ -133,18 +146,49 @@ class ProcessGroupTransport:
         options = dist.BroadcastOptions()
         options.rootRank = ranks.index(source)
         options.rootTensor = 0
-        return self._pending(self._group(ranks).broadcast([tensor], options), tensor)
+        return self._post(lambda: self._group(ranks).broadcast([tensor], options), tensor, ranks)
+
+    @contextmanager
+    def explained(self, peers: Ranks) -> Iterator[None]:
+        """Inside, a communication with ``peers`` that fails raises PeerError, which says why."""
+        try:
+            yield
+        except RuntimeError as e:
+            if self._failures is None:
+                raise
+            others = [str(p) for p in peers if p != self.rank]
+            names = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+            raise self._failures.explain(e, names, self.timeout.total_seconds()) from e
+
+    def break_off(self) -> None:
+        """Ends all communication of this rank: what waits here or for it at other ranks raises at once.
+
+        Gloo keeps a dead rank's peers waiting while an operation of its own is under way, and closes
+        all connections of a group where a receive takes longer than its limit: so one is made to.
+        """
+        for ranks, group in self._groups.items():
+            if group is None or self.rank not in ranks:
+                continue
+            other = (ranks.index(self.rank) + 1) % len(ranks)
+            with suppress(RuntimeError):
+                if group.name() == "gloo":
+                    group.recv([torch.zeros(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
+                else:
+                    group.abort()
 
     def _group(self, ranks: Ranks) -> dist.ProcessGroup:
         group = self._groups.get(ranks)
         assert group is not None, f"rank {self.rank} is not in the prepared group {ranks}"
         return group
 
-    def _pending(self, work: dist.Work, tensor: torch.Tensor) -> Pending:
-        return _Work(work, tensor, self._timeout)
+    def _post(self, start: Callable[[], dist.Work], tensor: torch.Tensor, peers: Ranks) -> Pending:
+        with self.explained(peers):
+            return _Work(start(), tensor, self, peers)
 
 
-def world_transport(timeout: timedelta, *, blocking_sends: bool = False) -> ProcessGroupTransport:
+def world_transport(
+    timeout: timedelta, *, failures: Failures | None = None, blocking_sends: bool = False
+) -> ProcessGroupTransport:
     """A transport over the initialised default process group of torch.distributed."""
 
     def subgroup(ranks: Ranks) -> dist.ProcessGroup | None:
@@ -153,7 +197,9 @@ def world_transport(timeout: timedelta, *, blocking_sends: bool = False) -> Proc
 
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
-    transport = ProcessGroupTransport(world, subgroup, timeout=timeout, blocking_sends=blocking_sends)
+    transport = ProcessGroupTransport(
+        world, subgroup, timeout=timeout, failures=failures, blocking_sends=blocking_sends
+    )
     transport.prepare([])
     return transport
 
