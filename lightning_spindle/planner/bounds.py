@@ -227,8 +227,8 @@ class _Master:
             self.size += len(row)
         self.ub, self.height = _Entries(), 0
         for i, m in enumerate(metaops):
-            for before in m.after or (None,):
-                self._chain(i, None if before is None else index[before])
+            for before in sorted(index[b] for b in m.after) or (None,):
+                self._chain(i, before)
             self._row({1 + i: 1.0, 0: -1.0})
         area = {v: n * t for vs, row in zip(self.layers, self.table, strict=True)
                 for v, (n, t) in zip(vs, row, strict=True)}  # fmt: skip
