@@ -53,3 +53,41 @@ def changes_result(change: Callable[[Any], Any]) -> Callable[[Function], Functio
         return faulty
 
     return replace
+
+
+def replicates_parameters(original: Function) -> Function:
+    """Every rank holds every parameter, as under data parallelism: gradients stay right, memory does not."""
+
+    def faulty(placements: Any) -> Any:
+        placements = list(placements)
+        everywhere = {d for runs, _ in placements for run in runs for d in run.devices}
+        return {name: tuple(sorted(everywhere)) for name in original(placements)}
+
+    return faulty
+
+
+def runs_operators_twice(original: Function) -> Function:
+    """The engine's operators are computed twice and the first result dropped: no number changes."""
+
+    def twice(call: Function) -> Function:
+        def run(*args: Any) -> Any:
+            call(*args)
+            return call(*args)
+
+        return run
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        engine = original(*args, **kwargs)
+        engine._callables = {name: twice(call) for name, call in engine._callables.items()}
+        return engine
+
+    return faulty
+
+
+def gives_all_rows(original: Function) -> Function:
+    """A shard of a run sees all rows of the batch, so that the run's devices all do the same."""
+
+    def faulty(self: Any, shard: int, rows: int) -> tuple[int, int]:
+        return 0, rows
+
+    return faulty

@@ -54,6 +54,31 @@ FAULTS: tuple[Fault, ...] = (
         bodies.does_nothing,
         ("tests/test_imports.py::test_strategy_is_registered_in_either_import_order",),
     ),
+    Fault(
+        "parameters-on-every-rank",
+        "lightning_spindle.program:holders",
+        bodies.replicates_parameters,
+        (
+            "tests/parity/test_work.py::test_tasks_apart",
+            "tests/test_work.py::test_a_rank_holds_the_parameters_of_its_operators",
+        ),
+    ),
+    Fault(
+        "operators-run-twice",
+        "lightning_spindle.runtime.session:_engine",
+        bodies.runs_operators_twice,
+        ("tests/parity/test_work.py::test_data_parallel",),
+    ),
+    Fault(
+        "every-shard-sees-all-rows",
+        "lightning_spindle.program:ProgramRun.rows",
+        bodies.gives_all_rows,
+        (
+            "tests/parity/test_work.py::test_data_parallel",
+            "tests/test_work.py::test_rows_and_flops_are_the_plans",
+            "tests/test_work.py::test_ranks_together_do_what_one_process_does",
+        ),
+    ),
 )
 
 

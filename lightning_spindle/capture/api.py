@@ -167,7 +167,9 @@ def _graph(
         operators=tuple(operators),
         values=tuple(v for part in parts.values() for v in part.values),
         parameters=tuple(
-            Parameter(name, p.numel() * p.element_size(), p.requires_grad)
+            Parameter(
+                name, p.numel() * p.element_size(), p.requires_grad, str(p.dtype).removeprefix("torch.")
+            )
             for name, p in model.named_parameters()
             if name in used
         ),
