@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_spindle.cluster import Link
-from lightning_spindle.planner.bounds import options
 from lightning_spindle.planner.problem import PlannedOp, PlanningProblem
+from lightning_spindle.planner.relaxation import options
 from lightning_spindle.planner.transfers import BOTH_WAYS, flow_bytes
 
 _STRIDE = 6
