@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -95,7 +96,7 @@ class MultiTaskDataModule(LightningDataModule):
         """
         loaders = self._loaders("train_dataloader")
         for name, loader in loaders.items():
-            if self.mode != "max_size" and hasattr(loader, "__len__") and len(loader) == 0:
+            if self.mode != "max_size" and sized_len(loader) == 0:
                 raise ValueError(
                     f"task {name!r}: its training loader has no batch, so with mode {self.mode!r} no "
                     "task would ever train; remove the task or use mode 'max_size'"

@@ -278,9 +278,7 @@ class Engine:
                     parts.append((shared, cut(source.outputs[edge.value], value, source.rows, shared)))
             if not (parts and value.dim is None):
                 for message in iteration.received.pop(edge.index, ()):
-                    tensor = message.tensor()
-                    assert tensor is not None
-                    parts.append((message.rows, tensor))
+                    parts.append((message.rows, _awaited(message, edge)))
             joined = join(parts, value)
             if not isinstance(joined, torch.Tensor):
                 inputs[edge.value] = joined
@@ -309,7 +307,11 @@ class Engine:
             return
         edge, rows, peer, sends = message
         value = self._values[edge.value]
-        signature = iteration.signatures[self.program.runs[edge.source].task]
+        task = self.program.runs[edge.source].task
+        signature = iteration.signatures[task]
+        if value.dim is None:
+            # All of its shape may depend on the number of rows (similarities of all pairs).
+            signature = (*signature, iteration.batches[task].rows)
         if sends:
             state = iteration.runs[edge.source]
             tensor = cut(state.outputs[edge.value], value, state.rows, rows)
@@ -418,6 +420,16 @@ def _arrived(parts: Iterable[tuple[Rows, Received | torch.Tensor]]) -> list[tupl
     """Waits for gradient parts; those that say "unused" fall away."""
     tensors = [(rows, p.tensor() if isinstance(p, Received) else p) for rows, p in parts]
     return [(rows, tensor) for rows, tensor in tensors if tensor is not None]
+
+
+def _awaited(message: Received, edge: Edge) -> torch.Tensor:
+    """A value's rows that another rank sends; says which did not come."""
+    try:
+        tensor = message.tensor()
+    except Exception as e:
+        raise RuntimeError(f"edge {edge.index}, value {edge.value} did not arrive: {e}") from e
+    assert tensor is not None
+    return tensor
 
 
 def _detached(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""C01 and C02: a gradient's scale depends neither on how many ranks hold what, nor on how rows fall on ranks."""
+"""C01 and C02: gradients depend neither on how many ranks hold what, nor on how rows fall on ranks."""
 
 import functools
 from typing import Any

@@ -1,5 +1,6 @@
 """Fits under Spindle on forked ranks, and the same fit in one plain process: what parity compares."""
 
+import itertools
 import random
 import tempfile
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def fit_once(
     seed_everything(seed, verbose=False)
     model, data, recorder = make_model(), make_data(), Recorder()
     callbacks = [recorder, *options.pop("callbacks", [])]
+    ckpt_path = options.pop("ckpt_path", None)
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,
@@ -72,7 +74,7 @@ def fit_once(
         "default_root_dir": tempfile.gettempdir(),
     }
     trainer = Trainer(**{**settings, **options}, strategy=strategy, callbacks=callbacks)
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
     return Fit(
         {n: p.detach().clone() for n, p in model.named_parameters()},
         {n: b.detach().clone() for n, b in model.named_buffers()},
@@ -185,7 +187,7 @@ def random_plan(metagraph: MetaGraph, devices: int, seed: int) -> ExecutionPlan:
     for m in metagraph.metaops:
         layers = len(m.layers)
         cuts = [0, layers] if layers == 1 or draw.random() < 0.5 else [0, draw.randrange(1, layers), layers]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in itertools.pairwise(cuts):
             group = tuple(draw.sample(range(devices), draw.randint(1, devices)))
             if m.pin is not None:
                 group = (pinned.setdefault(m.pin, group[0]),)
