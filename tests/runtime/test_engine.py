@@ -2,13 +2,15 @@
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_spindle.program import holders, lower, place_plan
 from lightning_spindle.runtime.engine import Engine
@@ -27,7 +29,10 @@ def everywhere(group: Any) -> dict[str, Any]:
     return {name: (group[:1] if name == "pair/loss" else group) for name in handmade.METAOPS}
 
 
-PLACEMENTS: dict[str, tuple[int, dict[str, Any]]] = {
+Placement = tuple[int, dict[str, Any]]
+"""A number of devices, and the devices of each MetaOp (as ``forced_plan`` takes them)."""
+
+PLACEMENTS: dict[str, Placement] = {
     "one device": (1, everywhere((0,))),
     "data parallel 2": (2, everywhere((0, 1))),
     "data parallel 3": (3, everywhere((0, 1, 2))),
@@ -93,11 +98,11 @@ def reference(
     return dict(model.named_parameters()), history
 
 
-def train_rank(
-    transport: ProcessGroupTransport, placement: str, opt: str, rows: list[Mapping[str, int]]
-) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[set[str]]]:
-    """One rank's training; returns the parameters that it holds, the losses it saw, what had gradients."""
-    devices, where = PLACEMENTS[placement]
+def build_engine(
+    transport: ProcessGroupTransport, placement: Placement, kind: type[Engine] = Engine
+) -> tuple[Engine, dict[str, torch.nn.Parameter]]:
+    """One rank's engine on a model of its own, and the parameters that the rank holds."""
+    devices, where = placement
     model = copy.deepcopy(initial_model())
     capture = handmade.capture(model)
     runs = place_plan(forced_plan(devices, where), metagraph(), capture.graph)
@@ -108,7 +113,7 @@ def train_rank(
     transport.prepare(program.groups())
     mine = {n: p for n, p in model.named_parameters() if transport.rank in held.get(n, ())}
     operators = [o for r in program.runs if transport.rank in r.devices for o in r.operators]
-    engine = Engine(
+    engine = kind(
         program,
         capture,
         {name: capture.pieces[name].build() for name in operators},
@@ -116,6 +121,14 @@ def train_rank(
         transport,
         torch.device("cpu"),
     )
+    return engine, mine
+
+
+def train_rank(
+    transport: ProcessGroupTransport, placement: Placement, opt: str, rows: list[Mapping[str, int]]
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[set[str]]]:
+    """One rank's training; returns the parameters that it holds, the losses it saw, what had gradients."""
+    engine, mine = build_engine(transport, placement)
     history, used = [], []
     stepper = optimizer(opt, mine.values()) if mine else None
     for step, row in enumerate(rows):
@@ -132,8 +145,10 @@ def train_rank(
     return {n: p.detach() for n, p in mine.items()}, history, used
 
 
-def run(placement: str, opt: str = "adamw", rows: list[Mapping[str, int]] | None = None) -> list[Any]:
-    devices = PLACEMENTS[placement][0]
+def on_ranks(
+    devices: int, call: Callable[[ProcessGroupTransport], Any], blocking_sends: bool = True
+) -> list[Any]:
+    """``call`` with the transport of each rank, a thread; by rank."""
     initial_model()
     store = dist.HashStore()
     limit = timedelta(seconds=10)
@@ -145,14 +160,18 @@ def run(placement: str, opt: str = "adamw", rows: list[Mapping[str, int]] | None
             scope = dist.PrefixStore(str(ranks), store)
             return dist.ProcessGroupGloo(scope, ranks.index(index), len(ranks), limit)
 
-        transport = ProcessGroupTransport(group, subgroup, timeout=limit, blocking_sends=True)
+        transport = ProcessGroupTransport(group, subgroup, timeout=limit, blocking_sends=blocking_sends)
         transport.prepare([])
-        return train_rank(transport, placement, opt, rows or [ROWS] * STEPS)
+        return call(transport)
 
     return run_threads(rank, devices)
 
 
-def assert_parity(placement: str, opt: str, rows: list[Mapping[str, int]]) -> None:
+def run(placement: Placement, opt: str = "adamw", rows: list[Mapping[str, int]] | None = None) -> list[Any]:
+    return on_ranks(placement[0], lambda t: train_rank(t, placement, opt, rows or [ROWS] * STEPS))
+
+
+def assert_parity(placement: Placement, opt: str, rows: list[Mapping[str, int]]) -> None:
     expected, losses = reference(opt, rows)
     ranks = run(placement, opt, rows)
     seen: dict[str, torch.Tensor] = {}
@@ -170,19 +189,58 @@ def assert_parity(placement: str, opt: str, rows: list[Mapping[str, int]]) -> No
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_parity(placement: str, opt: str) -> None:
     """C01, C06, C18: gradients do not depend on how many ranks hold what."""
-    assert_parity(placement, opt, [ROWS] * STEPS)
+    assert_parity(PLACEMENTS[placement], opt, [ROWS] * STEPS)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_parity_with_ragged_batches(placement: str) -> None:
     """C02, C03: fewer rows than devices, changing rows, an idle task."""
-    assert_parity(placement, "adamw", RAGGED)
+    assert_parity(PLACEMENTS[placement], "adamw", RAGGED)
 
 
 def test_idle_parameters_have_no_gradient() -> None:
     """C03, M10: a parameter that nothing used keeps grad None on all of its holders."""
     rows = [{"pair": 4, "score": 2, "plain": 0}]
-    for parameters, _, used in run("data parallel 3", rows=rows):
+    for parameters, _, used in run(PLACEMENTS["data parallel 3"], rows=rows):
         assert {n for n in parameters if n.startswith("plain")}
         assert not any(n.startswith("plain") for n in used[0])
         assert any(n.startswith("text") for n in used[0])
+
+
+@st.composite
+def placements(draw: st.DrawFn, max_devices: int = 5) -> Placement:
+    """Any devices in any order for each MetaOp, or for each of its layers."""
+    devices = draw(st.integers(1, max_devices))
+
+    def group() -> tuple[int, ...]:
+        return tuple(draw(st.permutations(range(devices)))[: draw(st.integers(1, devices))])
+
+    where: dict[str, Any] = {}
+    for name, (layers, _) in handmade.METAOPS.items():
+        where[name] = [group() for _ in range(layers)] if layers > 1 and draw(st.booleans()) else group()
+    return devices, where | {"pair/loss": where["pair/loss"][:1]}
+
+
+# From idle tasks and fewer rows than devices to more.
+any_rows = st.fixed_dictionaries({task: st.integers(0, 9) for task in ROWS}).filter(lambda r: any(r.values()))
+
+
+@settings(max_examples=25)
+@given(placements(), st.lists(any_rows, min_size=2, max_size=3))
+def test_parity_of_random_placements(placement: Placement, rows: list[Mapping[str, int]]) -> None:
+    """C02, C03, NOHANG: whatever runs where and however many rows there are, sends that block included."""
+    assert_parity(placement, "adamw", rows)
+
+
+def test_parity_on_eight_ranks() -> None:
+    """Groups of 8, 5, 4, 3, 2 and 1 of 8 ranks, aligned and not; 7, 5 and 3 rows, then fewer."""
+    everyone = tuple(range(8))
+    where = everywhere(everyone) | {
+        "pair/image": [(4, 5, 6, 7), (1, 3, 5, 7, 0)],
+        "pair/text": [everyone, (6, 2)],
+        "pair/loss": (7,),
+        "score/text": [(0, 1, 2, 3), (7, 6, 5)],
+        "score/loss": (3, 4),
+        "plain/plain": (2,),
+    }
+    assert_parity((8, where), "adamw", RAGGED)
