@@ -1,6 +1,7 @@
 """Tasks that draw a sample and its description together, and samples and others' descriptions apart."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tasks.encoders import FrameEncoder, ImageEncoder, TextEncoder
 from tasks.optimizers import AdamWSchedule
+
+Gather = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Samples [b, E], texts [b, E] and labels [b] of this process → those that are contrasted, [B, E] and [B]."""
+
+
+def own_rows(samples: Tensor, texts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows as they are."""
+    return samples, texts, labels
 
 
 def contrastive_loss(similarity: Tensor, labels: Tensor) -> Tensor:
@@ -29,6 +38,8 @@ class ContrastiveTask(LightningModule):
     """One modality against text; subclasses say how a batch's samples are embedded.
 
     Logs ``loss`` in training and ``accuracy`` (zero-shot, over the held-out prompts) in validation and test.
+    ``gather`` says which rows are contrasted in training: those of the batch, unless it is replaced (under
+    plain data parallelism a process has a shard of the batch only, see ``tasks.global_batch``).
 
     Args:
         encoder: of the modality, to [B, E].
@@ -49,6 +60,7 @@ class ContrastiveTask(LightningModule):
         super().__init__()
         self.encoder, self.text, self.optimization = encoder, text, optimization
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(temperature)))
+        self.gather: Gather = own_rows
         self.register_buffer("prompts", prompts[0], persistent=False)
         self.register_buffer("prompt_lengths", prompts[1], persistent=False)
         self.accuracy = MulticlassAccuracy(len(prompts[0]), average="micro")
@@ -60,7 +72,8 @@ class ContrastiveTask(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The contrastive loss over the whole batch."""
         texts = self.text(batch["text"], batch["text_length"])
-        loss = contrastive_loss(self._similarity(self.embed(batch), texts), batch["label"])
+        samples, texts, labels = self.gather(self.embed(batch), texts, batch["label"])
+        loss = contrastive_loss(self._similarity(samples, texts), labels)
         self.log("loss", loss)
         return loss
 
