@@ -1,0 +1,150 @@
+"""The measured mode: jobs in turns, a row for each, whatever becomes of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarking import hardware
+from benchmarking.jobs import Job, jobs_of
+from benchmarking.launch import JobFailed, run_job
+from benchmarking.results import Losses, Row, append, largest_difference
+
+RESULTS = "results.csv"
+
+
+@dataclass(slots=True)
+class Sameness:
+    """Holds every job's losses against those of the first that ended well.
+
+    Args:
+        steps: how many of the first steps are compared.
+        tolerance: the largest difference allowed.
+    """
+
+    steps: int
+    tolerance: float
+    reference: tuple[Job, Losses] | None = None
+    largest: float = 0.0
+    """The largest difference within the tolerance so far."""
+
+    def check(self, job: Job, losses: Losses) -> str:
+        """What is wrong with a job's losses; empty if nothing is."""
+        if self.reference is None:
+            self.reference = (job, losses)
+        difference = largest_difference(losses, self.reference[1], self.steps)
+        if difference <= self.tolerance:
+            self.largest = max(self.largest, difference)
+            return ""
+        return (
+            f"losses differ from those of {self.reference[0]} by {difference:.2g} in the first {self.steps} "
+            f"steps; {self.tolerance:g} is allowed"
+        )
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What a benchmark found: rows in the order of the jobs, and how equal the losses were."""
+
+    sameness: Sameness
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Row]:
+        """Rows of jobs that do not count."""
+        return [row for row in self.rows if row.error]
+
+
+def measure(
+    config: dict[str, Any], directory: Path, results: Path, say: Callable[[str], None]
+) -> Measurement:
+    """Run all jobs of a composed ``conf/benchmark.yaml``.
+
+    Args:
+        config: as plain containers.
+        directory: for the jobs' files, one folder each.
+        results: the CSV file that rows are added to, each when its job has ended.
+        say: is told of each job, in a line.
+
+    Raises:
+        ValueError: the configuration asks for what cannot be run.
+    """
+    require_steps(config)
+    jobs = jobs_of(config["systems"], config["processes"], config["repeats"], config["system"])
+    measurement = Measurement(Sameness(**config["same_losses"]))
+    started = datetime.now()
+    for number, job in enumerate(jobs, 1):
+        row = _measure(job, config, directory / "jobs" / job.folder, measurement.sameness)
+        append(results, row)
+        measurement.rows.append(row)
+        left_s = (datetime.now() - started).total_seconds() / number * (len(jobs) - number)
+        outcome = f"FAILED: {row.error}" if row.error else f"{row.step_ms:.1f} ms a step"
+        say(f"[{number}/{len(jobs)}] {job}: {outcome} ({left_s:.0f} s left)")
+    return measurement
+
+
+def require_steps(config: dict[str, Any]) -> None:
+    """Raises ValueError unless there are steps to time and steps to compare."""
+    compared, total = config["same_losses"]["steps"], config["steps"] + config["warmup"]
+    if config["steps"] < 1 or config["warmup"] < 0 or config["repeats"] < 1:
+        raise ValueError("steps and repeats are at least 1, warmup at least 0")
+    if not 1 <= compared <= total:
+        raise ValueError(f"same_losses.steps={compared}: a job has {total} steps (steps + warmup)")
+
+
+def _measure(job: Job, config: dict[str, Any], folder: Path, sameness: Sameness) -> Row:
+    """Run one job; its row says what went wrong, if anything did."""
+    date = datetime.now().isoformat(timespec="seconds")
+    found: dict[str, Any] = {}
+    try:
+        found = run_job(job_config(job, config), folder, config["timeout_s"])
+        error = _problem(job, found, sameness)
+    except JobFailed as failure:
+        error = str(failure)
+    times = {} if error else found  # that of other work than was asked for is no number to keep
+    return Row(
+        date=date,
+        workload=config["workload"]["name"],
+        mode=config["mode"]["name"],
+        system=job.system,
+        planner=job.planner,
+        processes=job.processes,
+        repeat=job.repeat,
+        live_ranks=found.get("live_ranks"),
+        step_ms=times.get("step_ms"),
+        step_ms_fastest=times.get("step_ms_fastest"),
+        step_ms_slowest=times.get("step_ms_slowest"),
+        predicted_ms=found.get("predicted_ms"),
+        iteration_ms=found.get("iteration_ms"),
+        planning_s=found.get("planning_s"),
+        steps=config["steps"],
+        warmup=config["warmup"],
+        parameters=found.get("parameters"),
+        threads=found.get("threads"),
+        cores=hardware.cores(),
+        cpu=hardware.cpu_name(),
+        torch=hardware.torch_version(),
+        error=error,
+    )
+
+
+def _problem(job: Job, found: dict[str, Any], sameness: Sameness) -> str:
+    if found["live_ranks"] != job.processes:
+        return f"{found['live_ranks']} ranks answered, not {job.processes}"
+    return sameness.check(job, found["losses"])
+
+
+def job_config(job: Job, config: dict[str, Any]) -> dict[str, Any]:
+    """All that a job's processes need to know."""
+    system, tasks = config["system"][job.kind], config["tasks"]
+    return {
+        "strategy": system["strategy"],
+        "options": system["options"],
+        "plans": system["plans"],
+        "planner": job.planner,
+        "processes": job.processes,
+        "tasks": dict(islice(tasks.items(), config["workload"]["tasks"])),
+        **{key: config[key] for key in ("model", "optimization", "trainer", "seed", "steps", "warmup")},
+    }

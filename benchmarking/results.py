@@ -1,0 +1,103 @@
+"""Rows of ``results.csv``, and what is computed from them."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One job. What it did not get to is None; ``error`` is empty where it counts."""
+
+    date: str
+    workload: str
+    mode: str
+    system: str
+    planner: str
+    processes: int
+    repeat: int
+    live_ranks: int | None
+    """Ranks that answered a collective in the job."""
+    step_ms: float | None
+    """Median time of a step after the warm-up, as Lightning's loop sees it."""
+    step_ms_fastest: float | None
+    step_ms_slowest: float | None
+    predicted_ms: float | None
+    """The iteration that the plan promised (from first forward to last optimizer step)."""
+    iteration_ms: float | None
+    """That iteration as it was measured: the step without loading, hooks and the loop."""
+    planning_s: float | None
+    """Capture, measuring and planning before the first step."""
+    steps: int
+    warmup: int
+    parameters: int | None
+    threads: int | None
+    cores: int
+    cpu: str
+    torch: str
+    error: str
+
+
+def append(path: Path, row: Row) -> None:
+    """Write the row at the end of a CSV file, which gets a head if it is new."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of a value over repeats, with its extremes."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """None where there are no values."""
+        return cls(median(values), min(values), max(values)) if values else None
+
+
+def spread(rows: Iterable[Row], column: str) -> Spread | None:
+    """Of a column of the rows that count."""
+    values = [getattr(row, column) for row in rows if not row.error]
+    return Spread.of([value for value in values if value is not None])
+
+
+def ratio(over: Iterable[Row], under: Iterable[Row]) -> Spread | None:
+    """Step times of ``over`` divided by those of ``under``, repeat by repeat."""
+    divisors = {row.repeat: row.step_ms for row in under if not row.error and row.step_ms}
+    return Spread.of(
+        [
+            row.step_ms / divisors[row.repeat]
+            for row in over
+            if not row.error and row.step_ms and row.repeat in divisors
+        ]
+    )
+
+
+Losses = Mapping[str, Sequence[float]]
+"""Task → loss of each step."""
+
+
+def largest_difference(losses: Losses, reference: Losses, steps: int) -> float:
+    """Between two jobs' losses over the first steps, relative where a loss is above 1.
+
+    Infinite where a task or a step is missing, or a loss is not a number.
+    """
+    if losses.keys() != reference.keys() or not losses:
+        return float("inf")
+    worst = 0.0
+    for task, expected in reference.items():
+        if min(len(expected), len(losses[task])) < steps:
+            return float("inf")
+        for a, b in zip(losses[task][:steps], expected[:steps], strict=True):
+            difference = abs(a - b) / max(1.0, abs(b))
+            worst = max(worst, difference if difference == difference else float("inf"))
+    return worst
