@@ -79,6 +79,12 @@ FAULTS: tuple[Fault, ...] = (
             "tests/test_work.py::test_ranks_together_do_what_one_process_does",
         ),
     ),
+    Fault(
+        "absent-leaf-taken-as-in-the-example",
+        "lightning_spindle.capture.layout:require_like_example",
+        bodies.does_nothing,
+        ("tests/cases/test_c16_missing.py::test_leaf_that_comes_or_goes_is_refused",),
+    ),
 )
 
 

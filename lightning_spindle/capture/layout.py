@@ -52,11 +52,33 @@ def batch_layout(
         ValueError: where rows cannot be found without guessing; names the leaf.
     """
     leaves, spec = flatten(batch)
-    if collate is not None and samples:
-        by_growth = _by_growth(batch, collate, samples[0])
-        if by_growth is not None:
-            return BatchLayout(spec, by_growth)
-    return BatchLayout(spec, _by_leading_dimension(leaves, leaf_names(batch)))
+    names, kinds = tuple(leaf_names(batch)), tuple(map(leaf_kind, leaves))
+    found = _by_growth(batch, collate, samples[0]) if collate is not None and samples else None
+    if found is None:
+        found = _by_leading_dimension(leaves, list(names))
+    return BatchLayout(spec, found, names, kinds)
+
+
+def leaf_kind(leaf: Any) -> str:
+    """What a trace takes for granted of a leaf: "tensor", "None" or "value"."""
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    return "None" if leaf is None else "value"
+
+
+def require_like_example(leaves: Sequence[Any], layout: BatchLayout) -> None:
+    """Checks that each leaf is there, or absent, as in the example that was captured.
+
+    Raises:
+        ValueError: names the first leaf that is not.
+    """
+    for leaf, name, kind in zip(leaves, layout.names, layout.kinds, strict=False):
+        if leaf_kind(leaf) != kind:
+            raise ValueError(
+                f"batch leaf {name} is a {leaf_kind(leaf)} here and was a {kind} in the example that was "
+                "captured, and the step was taken apart for that; give every batch the same leaves (an empty "
+                "modality as zeros with a mask, say), or give batches of another kind a task of their own"
+            )
 
 
 def take_rows(leaves: Sequence[Any], layout: BatchLayout, first: int, last: int) -> list[Any]:

@@ -65,10 +65,16 @@ class LeafLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """How a task's batch is taken apart: its tree, and the layout of each leaf."""
+    """How a task's batch is taken apart: its tree, and the layout of each leaf.
+
+    ``names`` are the leaves as the user would write them, ``kinds`` what they were in the example
+    (``layout.leaf_kind``); both are empty where a layout was written by hand.
+    """
 
     spec: TreeSpec
     leaves: tuple[LeafLayout, ...]
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     def rows(self, leaves: list[Any]) -> int:
         """Rows of a batch, from its first leaf that has rows.

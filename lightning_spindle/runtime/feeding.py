@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_spindle.capture import batch_layout, flatten
+from lightning_spindle.capture.layout import require_like_example
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.runtime.engine import TaskBatch
 from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
@@ -136,6 +137,7 @@ def task_batches(
                 f"task {task}: this batch is built as {spec}, the example that was captured as {layout.spec}"
             )
         try:
+            require_like_example(leaves, layout)
             found[task] = TaskBatch(layout.rows(leaves), leaves)
         except ValueError as e:
             raise ValueError(f"task {task}: {e}") from e
