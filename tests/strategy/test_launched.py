@@ -1,0 +1,92 @@
+"""As a user launches it: plain ``python script.py`` (Lightning's launcher) and torchrun."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ScriptResult, run_script
+
+pytestmark = pytest.mark.scripts
+
+SCRIPT = '''
+import os, signal, sys, time
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+import lightning_spindle
+from lightning_spindle import SpindleStrategy
+from tests.strategy.test_failures import Fails, When, everywhere, fragile, fragile_data
+
+
+class Interrupts(Callback):
+    """SIGINT to the parent alone, as a scheduler would send it."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == 1:
+            print(f"failing at {time.monotonic()}", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+how = sys.argv[1]
+plan = everywhere()
+Fails.when = When(1, "backward", how)
+callback = Interrupts() if how == "interrupt" else Fails.when
+seed_everything(7)
+trainer = Trainer(
+    strategy=SpindleStrategy(plan=plan),
+    accelerator="cpu",
+    devices=3,
+    max_steps=4,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    callbacks=[callback],
+    default_root_dir=sys.argv[2],
+)
+trainer.fit(fragile(), fragile_data())
+print("ended well")
+'''
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def launch(script: Path, how: str, nproc: int | None = None) -> ScriptResult:
+    """Run it, and see that all of it has ended by itself within 30 s of the failure."""
+    result = run_script(script, [how, str(script.parent)], nproc=nproc)
+    now = time.monotonic()
+    output = f"{result}"
+    assert not result.timed_out, output
+    assert result.returncode != 0, output
+    assert not result.leftovers, output
+    assert "ended well" not in result.stdout, output
+    failed = re.findall(r"failing at ([\d.]+)", result.stdout)
+    assert failed, output
+    assert now - float(failed[0]) < 30, output
+    return result
+
+
+@pytest.mark.parametrize("nproc", [None, 3])
+def test_a_rank_raises(script: Path, nproc: int | None) -> None:
+    result = launch(script, "raise", nproc)
+    assert "ValueError: the encoder is cold" in result.stderr
+    assert "audio_text/encoder.stem" in result.stderr
+
+
+@pytest.mark.parametrize("nproc", [None, 3])
+def test_a_rank_is_killed(script: Path, nproc: int | None) -> None:
+    result = launch(script, "kill", nproc)
+    assert "lost its connection" in result.stderr, result.stderr
+    assert "killed" in result.stderr
+
+
+def test_interrupt(script: Path) -> None:
+    result = launch(script, "interrupt")
+    assert "KeyboardInterrupt" in result.stderr
