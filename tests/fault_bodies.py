@@ -4,6 +4,7 @@ Each takes the original function and returns the faulty one, which has the origi
 ``self`` included). General ones come first; those written for one function are named after what they break.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -89,5 +90,32 @@ def gives_all_rows(original: Function) -> Function:
 
     def faulty(self: Any, shard: int, rows: int) -> tuple[int, int]:
         return 0, rows
+
+    return faulty
+
+
+def leaves_out_the_number_of_ranks(original: Function) -> Function:
+    """The shard's gradient as it is: the mean over ranks divides it once too often."""
+
+    def faulty(gradient: Any, start: int, rows: int, ranks: int) -> Any:
+        return gradient[start : start + rows]
+
+    return faulty
+
+
+def contrasts_own_rows(original: Function) -> Function:
+    """Nothing is gathered: each process's rows are contrasted with themselves."""
+
+    def faulty(self: Any, samples: Any, texts: Any, labels: Any) -> Any:
+        return samples, texts, labels
+
+    return faulty
+
+
+def gives_own_environment(original: Function) -> Function:
+    """A job starts with all variables of this process."""
+
+    def faulty() -> dict[str, str]:
+        return dict(os.environ)
 
     return faulty

@@ -28,7 +28,7 @@ from tests import fault_bodies as bodies
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(__file__).parent / "support" / "fault_site"
-OURS = ("lightning_spindle", "tasks", "datamodules", "train", "benchmark", "tests")
+OURS = ("lightning_spindle", "tasks", "datamodules", "train", "benchmark", "benchmarking", "tests")
 TIMEOUT_S = 300.0
 
 
@@ -84,6 +84,46 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.capture.layout:require_like_example",
         bodies.does_nothing,
         ("tests/cases/test_c16_missing.py::test_leaf_that_comes_or_goes_is_refused",),
+    ),
+    Fault(
+        "every-process-draws-whole-batches",
+        "datamodules.sharded:shard",
+        bodies.passes_through(0),
+        (
+            "tests/test_benchmark.py::test_shards_partition_each_global_batch",
+            "tests/test_benchmark.py::test_sharded_loaders_draw_the_batches_of_one_process",
+            "tests/test_benchmark.py::test_systems_have_the_same_losses",
+        ),
+    ),
+    Fault(
+        "shards-gradient-not-rescaled",
+        "tasks.global_batch:own_gradient",
+        bodies.leaves_out_the_number_of_ranks,
+        ("tests/test_benchmark.py::test_mean_of_shards_gradients_is_one_process_s",),
+    ),
+    Fault(
+        "shards-contrasted-apart",
+        "tasks.global_batch:GlobalRows.__call__",
+        bodies.contrasts_own_rows,
+        (
+            "tests/test_benchmark.py::test_mean_of_shards_gradients_is_one_process_s",
+            "tests/test_benchmark.py::test_systems_have_the_same_losses",
+        ),
+    ),
+    Fault(
+        "benchmark-takes-any-losses",
+        "benchmarking.results:largest_difference",
+        bodies.returns(0.0),
+        (
+            "tests/test_benchmark.py::test_other_losses_are_an_error_and_no_number",
+            "tests/test_benchmark.py::test_differences_of_losses",
+        ),
+    ),
+    Fault(
+        "benchmark-jobs-inherit-launch-variables",
+        "benchmarking.launch:_environment",
+        bodies.gives_own_environment,
+        ("tests/test_benchmark.py::test_a_job_inherits_no_launch_variables",),
     ),
 )
 
