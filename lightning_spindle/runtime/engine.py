@@ -163,8 +163,8 @@ class Engine:
         iteration = Iteration(index, batch_idx, batches, signatures)
         for instruction in self._forwards:
             self._execute(instruction, iteration)
-        if not any(e.gradient for e in self.program.edges):
-            self._messenger.finish()
+        # All ranks were in the exchange, so that everything sent before it has arrived.
+        self._messenger.finish()
         return iteration
 
     def backward(
@@ -184,6 +184,7 @@ class Engine:
         for bucket in iteration.buckets:
             bucket.finish()
         self._lap(None, Category.SYNC)
+        iteration.buckets.clear()
         iteration.runs.clear()
         iteration.received.clear()
 
