@@ -68,7 +68,8 @@ class Value:
 class Result:
     """A scalar that a step gives out: its loss, or one logged key.
 
-    ``key`` is "loss" for the loss (one for each task), else "log:" and the logged name.
+    ``key`` is "loss" for a task's loss, else "log:" and the logged name. Where one loss is made of
+    several tasks' scalars, each task has "loss:" and a number for those that the loss depends on.
     """
 
     task: str
@@ -78,7 +79,7 @@ class Result:
 
     @property
     def is_loss(self) -> bool:
-        return self.key == "loss"
+        return self.key == "loss" or self.key.startswith("loss:")
 
 
 @dataclass(frozen=True, slots=True)

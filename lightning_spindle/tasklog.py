@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -44,13 +45,47 @@ def bind(task: LightningModule, name: str, parent: LightningModule) -> None:
 
 
 @contextmanager
-def sink(receive: Receiver) -> Iterator[None]:
-    """Inside, every ``log`` of a bound task calls ``receive`` and nothing else (innermost sink wins)."""
+def sink(receive: Receiver, module: LightningModule | None = None) -> Iterator[None]:
+    """Inside, every ``log`` of a bound task calls ``receive`` and nothing else (innermost sink wins).
+
+    The ``log`` of ``module``, which needs not be bound, does too, under the task "".
+
+    Raises:
+        ValueError: ``module`` is not bound and overrides ``log``.
+    """
     token = _receiver.set(receive)
+    lent = module is not None and "log" not in vars(module)
     try:
+        if module is not None and lent:
+            _require_own_log(module)
+            vars(module)["log"] = partial(_received, module)
         yield
     finally:
+        if module is not None and lent:
+            vars(module).pop("log", None)
         _receiver.reset(token)
+
+
+def _require_own_log(module: LightningModule) -> None:
+    if type(module).log is not LightningModule.log:
+        raise ValueError(
+            f"{type(module).__name__} overrides `log`, which SpindleStrategy replaces while a step runs; "
+            "rename the method and call `self.log` from it"
+        )
+
+
+def _received(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    key, value, options = _arguments(module, args, kwargs)
+    receive = _receiver.get()
+    assert receive is not None
+    receive("", key, value, options)
+
+
+def _arguments(module: LightningModule, args: Any, kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Key, value and options of a call of ``log``."""
+    options = _LOG_SIGNATURE.bind(module, *args, **kwargs).arguments
+    del options["self"]
+    return options.pop("name"), options.pop("value"), dict(options)
 
 
 @contextmanager
@@ -70,12 +105,10 @@ class _TaskLog:
         self.task, self.name, self.parent = task, name, parent
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        options = _LOG_SIGNATURE.bind(self.task, *args, **kwargs).arguments
-        del options["self"]
-        key, value = options.pop("name"), options.pop("value")
+        key, value, options = _arguments(self.task, args, kwargs)
         receive = _receiver.get()
         if receive is not None:
-            receive(self.name, key, value, dict(options))
+            receive(self.name, key, value, options)
         elif self.task._trainer is not self.parent._trainer:
             LightningModule.log(self.task, key, value, **options)
         else:

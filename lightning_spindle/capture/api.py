@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,19 +13,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from lightning_spindle.capture import untouched
-from lightning_spindle.capture.assemble import Assembler, Parts
-from lightning_spindle.capture.classify import classify
+from lightning_spindle.capture.apart import mode, take_apart, traced, verify, warn_of_opaque
+from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.coarse import coarse_parts
-from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, TraceError, reason_of
-from lightning_spindle.capture.evaluate import kept_generators
-from lightning_spindle.capture.grouping import Grouping
-from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
+from lightning_spindle.capture.errors import StepOutputError, reason_of
 from lightning_spindle.capture.layout import flatten
-from lightning_spindle.capture.measure import SEED, dynamic, measure
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
-from lightning_spindle.capture.sizes import read_from_batch
-from lightning_spindle.capture.tracer import Step, StepTrace, trace_step
+from lightning_spindle.capture.tracer import Step
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter
 
 _LOCK = threading.Lock()  # tracing replaces functions of torch for its duration
@@ -60,7 +53,7 @@ def capture(
     parts: dict[str, Parts] = {}
     logs: list[LogCall] = []
     coarse: dict[str, str] = {}
-    with _LOCK, _mode(model, step), torch.inference_mode(False), torch.enable_grad():
+    with _LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
         for task, module in model.tasks.items():
             if task not in batches or not is_overridden(step, module):
                 continue
@@ -79,80 +72,13 @@ def capture(
     return Capture(graph, pieces, {t: layouts[t] for t in parts}, tuple(logs), coarse)
 
 
-@contextmanager
-def _mode(model: nn.Module, step: str) -> Iterator[None]:
-    """Training steps are captured under the modules' own flags, others in evaluation mode."""
-    flags = [(m, m.training) for m in model.modules()]
-    try:
-        if step != "training_step":
-            model.eval()
-        yield
-    finally:
-        for m, training in flags:
-            m.training = training
-
-
 def _take_apart(
     step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout
 ) -> tuple[Parts, list[LogCall]]:
-    trace = _trace(step, leaves, spec)
-    read_from_batch(trace, leaves, layout)
-    backward = step.name == "training_step"
-    measured, results = measure(trace, leaves, backward)
-    while protect_measured(trace.graph) | spread_tuples(trace.graph):
-        measured, results = measure(trace, leaves, backward)
-    _verify(step, leaves, spec, results)
-    infos = classify(trace, leaves, layout)
-    for node in dynamic(trace, leaves, layout):
-        infos[node].dynamic = True
-    grouping = Grouping(trace, infos)
-    for key, node in trace.results.items():
-        if infos[node].tags & {"rows"}:
-            raise StepOutputError(
-                f"task {step.task!r}: {step.name} gives {key}, which is no scalar but has rows"
-            )
-    for path, reason in trace.opaque.items():
-        warnings.warn(
-            f"task {step.task!r}: module {path} cannot be traced through: {reason}. It runs as one operator",
-            CaptureWarning,
-            stacklevel=3,
-        )
-    return Assembler(step, trace, grouping, infos, measured).parts(), trace.logs
-
-
-def _trace(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
-    """The trace, made twice under different seeds to see what it would freeze."""
-    traces = []
-    for seed in (11, 12):
-        with kept_generators(seed), untouched.kept_attributes(step.model) as changed:
-            traces.append(trace_step(step, leaves, spec))
-        if changed:
-            raise TraceError(f"the step changes attributes of the model: {', '.join(changed)}")
-    if _text(traces[0]) != _text(traces[1]):
-        raise TraceError("the step draws random numbers outside of torch operations on tensors")
-    trace = traces[0]
-    protect_known(trace.graph, lambda n: trace.holder.get_submodule(str(n.target)))
-    return trace
-
-
-def _text(trace: StepTrace) -> list[str]:
-    words = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in trace.graph.nodes]
-    constants = {k: v for k, v in vars(trace.holder).items() if isinstance(v, torch.Tensor)}
-    return words + [f"{k} {v.tolist()}" for k, v in sorted(constants.items())]
-
-
-def _verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: Mapping[str, torch.Tensor]) -> None:
-    """Compare the traced step's results with those of the step itself.
-
-    Raises:
-        TraceError: they differ.
-    """
-    done = untouched.run_step(step, leaves, spec, SEED)
-    own = done.results | {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
-    for key, value in traced.items():
-        a, b = value.double(), torch.as_tensor(own[key]).detach().double().to(value.device)
-        if not torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise TraceError(f"the traced step gives another {key} than the step itself")
+    trace = traced(step, leaves, spec)
+    apart = take_apart(step, trace, leaves, layout, partial(verify, step, leaves, spec))
+    warn_of_opaque(step.task, trace)
+    return apart.parts, trace.logs
 
 
 def _graph(

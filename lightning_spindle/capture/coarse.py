@@ -93,7 +93,7 @@ class _CoarseBuilder:
                 _refuse_metric(self.step, key, value, self.reason)
                 logs.append((key, value, kwargs))
 
-            with tasklog.sink(receive):
+            with tasklog.sink(receive, self.step.logging):
                 output = self.step(unflatten(leaves, self.spec), batch_idx)
             loss = output.get("loss") if isinstance(output, dict) else output
             return loss, logs

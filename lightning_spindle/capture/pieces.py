@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+from lightning_spindle.capture.arrangement import Arrangement
 from lightning_spindle.graph import OperatorGraph
 
 
@@ -104,6 +105,47 @@ class LogCall:
     key: str
     kwargs: tuple[tuple[str, Any], ...]
     metric: str | None = None
+    rows: RowsRef | None = None
+    """What was given as ``batch_size``, where that was a number of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRef:
+    """``per_row`` times the rows of a task's batch."""
+
+    task: str
+    per_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """A task's scalar that a total reads: the graph's result ``key``, as a tensor of ``shape``.
+
+    ``dtype`` is None for a number. ``differentiable``: a gradient flows back into it.
+    """
+
+    task: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a module's step computes from scalars of its tasks, run on every rank alike.
+
+    ``build`` gives a callable from the sources' values to those of ``outputs``, which are "loss",
+    "log:<key>" and "out:<key>". ``parameters`` are the canonical names of those that it uses.
+    ``gives`` is what the step returns: "loss", "dict" or "nothing".
+    """
+
+    sources: tuple[PartRef | RowsRef | BatchIndex, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    logs: tuple[LogCall, ...]
+    gives: str
+    build: Callable[[], Callable[..., tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +155,10 @@ class Capture:
     ``coarse`` maps operators that hold a task's whole step, because it could not be traced,
     to the reason. Such a piece takes the leaves in order and returns (loss, logs) with
     ``logs`` a list of (key, value, kwargs).
+
+    The step of a module of its own, not of a ``MultiTaskModule``, has an ``arrangement`` and, for
+    each set of tasks that a batch may hold, a total (with the logs), or a reason why such a batch
+    is refused. A task that is no loader of the arrangement gets the step's whole batch.
     """
 
     graph: OperatorGraph
@@ -120,3 +166,6 @@ class Capture:
     layouts: Mapping[str, BatchLayout]
     logs: tuple[LogCall, ...] = ()
     coarse: Mapping[str, str] = field(default_factory=dict)
+    arrangement: Arrangement | None = None
+    totals: Mapping[frozenset[str], Total] = field(default_factory=dict)
+    refused: Mapping[frozenset[str], str] = field(default_factory=dict)

@@ -39,23 +39,33 @@ class StepTrace:
     blocks: frozenset[nn.Module]
     opaque: dict[str, str] = field(default_factory=dict)
     """Modules that could not be traced through and became operators, with the reason."""
+    sizes: dict[str, fx.Node] = field(default_factory=dict)
+    """Logged keys to the node that was given as ``batch_size``; of a module of its own."""
+    gives: str = "loss"
+    """What the step returns: see ``pieces.Total``."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is traced: ``function(batch, batch_idx)`` of ``task``, a part of ``model``."""
+    """What is traced: ``function(batch, batch_idx)`` of ``task``, a part of ``model`` or all of it."""
 
     model: nn.Module
     module: nn.Module
     task: str
     name: str
     operators: tuple[type[nn.Module], ...] = ()
+    dataloader_idx: int | None = None
+
+    @property
+    def logging(self) -> Any:
+        """The module whose ``log`` has to be intercepted, None where a ``MultiTaskModule`` has done it."""
+        return self.module if self.module is self.model else None
 
     def __call__(self, batch: Any, batch_idx: Any) -> Any:
         """Call the user's method as Lightning would."""
         method = getattr(self.module, self.name)
         rest = (batch_idx,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
-        return method(batch, *rest)
+        return method(batch, *rest, *(() if self.dataloader_idx is None else (self.dataloader_idx,)))
 
 
 def trace_step(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
@@ -79,6 +89,7 @@ class StepTracer(fx.Tracer):
         self.blocks = find_blocks(step.model, step.operators)
         self.opaque: dict[str, str] = {}
         self.logged: list[tuple[str, Any, dict[str, Any]]] = []
+        self.sizes: dict[str, fx.Node] = {}
         self._names: dict[int, str] = {}
         self.shadowing = False
         self._fetched: dict[str, fx.Proxy] = {}
@@ -93,8 +104,11 @@ class StepTracer(fx.Tracer):
         def run(*proxies: Any) -> Any:
             batch_idx, own = proxies[-1], proxies[:-1]
             placeholders.extend(p.node if isinstance(p, fx.Proxy) else None for p in own)
-            with tasklog.sink(lambda task, key, value, kwargs: self.logged.append((key, value, kwargs))):
+            with tasklog.sink(
+                lambda task, key, value, kwargs: self.logged.append((key, value, kwargs)), self.step.logging
+            ):
                 output = self.step(unflatten(own, spec), batch_idx)
+            found["gives"] = "nothing" if output is None else "dict" if isinstance(output, dict) else "loss"
             found["logs"], values = self._split_logs()
             values = {**results_of(self.step, output), **values}
             found["results"] = {key: self._result(key, value) for key, value in values.items()}
@@ -123,6 +137,8 @@ class StepTracer(fx.Tracer):
             found["logs"],
             self.blocks,
             self.opaque,
+            self.sizes,
+            found["gives"],
         )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -146,7 +162,10 @@ class StepTracer(fx.Tracer):
         for key, value, kwargs in self.logged:
             if any(call.key == key for call in calls):
                 raise TraceError(f"the step logs {key!r} twice")
-            kwargs = {k: v for k, v in kwargs.items() if k != "batch_size" or self._is_unusual(v)}
+            if self.step.logging is None:
+                kwargs = {k: v for k, v in kwargs.items() if k != "batch_size" or self._is_unusual(v)}
+            elif isinstance(kwargs.get("batch_size"), fx.Proxy):
+                self.sizes[key] = kwargs.pop("batch_size").node
             if any(isinstance(v, fx.Proxy) for v in kwargs.values()):
                 raise TraceError(f"an option of self.log({key!r}) is computed in the step")
             metric = None

@@ -109,7 +109,7 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
         copies = [v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for v in leaves]
         with (
             FlopCounterMode(display=False) as counter,
-            tasklog.sink(lambda task, key, value, kwargs: logged.append((key, value))),
+            tasklog.sink(lambda task, key, value, kwargs: logged.append((key, value)), step.logging),
         ):
             found.update(results_of(step, step(unflatten(copies, spec), 0)))
         found["flops"] = counter.get_total_flops()

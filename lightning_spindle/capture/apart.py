@@ -1,0 +1,127 @@
+"""A traced step of one task taken apart: measured, verified, classified, grouped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+from lightning_spindle.capture import untouched
+from lightning_spindle.capture.assemble import Assembler, Parts
+from lightning_spindle.capture.classify import Info, classify
+from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, TraceError
+from lightning_spindle.capture.evaluate import kept_generators
+from lightning_spindle.capture.grouping import Grouping
+from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
+from lightning_spindle.capture.measure import SEED, Measured, dynamic, measure
+from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.sizes import read_from_batch
+from lightning_spindle.capture.tracer import Step, StepTrace, trace_step
+
+
+@contextmanager
+def mode(model: nn.Module, step: str) -> Iterator[None]:
+    """Training steps are captured under the modules' own flags, others in evaluation mode."""
+    flags = [(m, m.training) for m in model.modules()]
+    try:
+        if step != "training_step":
+            model.eval()
+        yield
+    finally:
+        for m, training in flags:
+            m.training = training
+
+
+@dataclass
+class Apart:
+    """A task's parts, and what was found on the way."""
+
+    parts: Parts
+    infos: dict[fx.Node, Info]
+    measured: dict[fx.Node, Measured]
+    results: dict[str, torch.Tensor]
+
+
+def take_apart(
+    step: Step,
+    trace: StepTrace,
+    leaves: Sequence[Any],
+    layout: BatchLayout,
+    check: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+) -> Apart:
+    """The operators of a trace, whose nodes are changed where they work in place.
+
+    ``check`` is shown the traced step's results before they are classified.
+
+    Raises:
+        TraceError: it cannot be taken apart.
+        StepOutputError: a result has rows.
+    """
+    read_from_batch(trace, leaves, layout)
+    backward = step.name == "training_step"
+    measured, results = measure(trace, leaves, backward)
+    while protect_measured(trace.graph) | spread_tuples(trace.graph):
+        measured, results = measure(trace, leaves, backward)
+    if check is not None:
+        check(results)
+    infos = classify(trace, leaves, layout)
+    for node in dynamic(trace, leaves, layout):
+        infos[node].dynamic = True
+    grouping = Grouping(trace, infos)
+    for key, node in trace.results.items():
+        if infos[node].tags & {"rows"}:
+            raise StepOutputError(
+                f"task {step.task!r}: {step.name} gives {key}, which is no scalar but has rows"
+            )
+    return Apart(Assembler(step, trace, grouping, infos, measured).parts(), infos, measured, results)
+
+
+def warn_of_opaque(task: str, trace: StepTrace) -> None:
+    """One warning for each module that could not be traced through."""
+    for path, reason in trace.opaque.items():
+        warnings.warn(
+            f"task {task!r}: module {path} cannot be traced through: {reason}. It runs as one operator",
+            CaptureWarning,
+            stacklevel=4,
+        )
+
+
+def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
+    """The trace, made twice under different seeds to see what it would freeze."""
+    traces = []
+    for seed in (11, 12):
+        with kept_generators(seed), untouched.kept_attributes(step.model) as changed:
+            traces.append(trace_step(step, leaves, spec))
+        if changed:
+            raise TraceError(f"the step changes attributes of the model: {', '.join(changed)}")
+    if _text(traces[0]) != _text(traces[1]):
+        raise TraceError("the step draws random numbers outside of torch operations on tensors")
+    trace = traces[0]
+    protect_known(trace.graph, lambda n: trace.holder.get_submodule(str(n.target)))
+    return trace
+
+
+def _text(trace: StepTrace) -> list[str]:
+    words = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in trace.graph.nodes]
+    constants = {k: v for k, v in vars(trace.holder).items() if isinstance(v, torch.Tensor)}
+    return words + [f"{k} {v.tolist()}" for k, v in sorted(constants.items())]
+
+
+def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: Mapping[str, torch.Tensor]) -> None:
+    """Compare the traced step's results with those of the step itself.
+
+    Raises:
+        TraceError: they differ.
+    """
+    done = untouched.run_step(step, leaves, spec, SEED)
+    own = done.results | {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
+    for key, value in traced.items():
+        a, b = value.double(), torch.as_tensor(own[key]).detach().double().to(value.device)
+        if not torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise TraceError(f"the traced step gives another {key} than the step itself")
