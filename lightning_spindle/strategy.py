@@ -199,7 +199,9 @@ class SpindleStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Wraps a task's loader so that only ranks that run the task read its samples."""
-        self._prepare()
+        # Loaders of an evaluation are asked for inside inference mode, whose tensors training cannot use.
+        with torch.inference_mode(False), torch.enable_grad():
+            self._prepare()
         return TaskLoader(dataloader, self._loads)
 
     def _loads(self, loader: TaskLoader) -> bool:
