@@ -119,3 +119,15 @@ def gives_own_environment(original: Function) -> Function:
         return dict(os.environ)
 
     return faulty
+
+
+def keeps_activations(original: Function) -> Function:
+    """What runs gave is held until the iteration ends, as by one backward over the whole graph."""
+
+    def faulty(self: Any, instruction: Any, iteration: Any, seeds: Any) -> None:
+        state = iteration.runs.get(instruction.index)
+        if state is not None:
+            iteration.logs[f"kept by run {instruction.index}"] = [dict(state.outputs)]
+        original(self, instruction, iteration, seeds)
+
+    return faulty

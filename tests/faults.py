@@ -70,6 +70,21 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/parity/test_work.py::test_data_parallel",),
     ),
     Fault(
+        "activations-kept-until-the-end",
+        "lightning_spindle.runtime.engine:Engine._backward",
+        bodies.keeps_activations,
+        ("tests/runtime/test_memory.py::test_activations_are_freed_run_by_run",),
+    ),
+    Fault(
+        "sent-tensors-kept",
+        "lightning_spindle.runtime.messages:Messenger.finish",
+        bodies.does_nothing,
+        (
+            "tests/runtime/test_memory.py::test_activations_are_freed_run_by_run",
+            "tests/runtime/test_memory.py::test_forward_only_keeps_nothing",
+        ),
+    ),
+    Fault(
         "every-shard-sees-all-rows",
         "lightning_spindle.program:ProgramRun.rows",
         bodies.gives_all_rows,
