@@ -294,11 +294,19 @@ def test_batch_of_another_structure() -> None:
 
 
 def test_ranks_that_draw_different_batches() -> None:
-    def data(rank: int) -> MultiTaskDataModule:
-        return MultiTaskDataModule({"image_class": toys.Data(12, 5, 5, seed=30 + rank)})
+    """The same data set, shuffled by a generator that is seeded by the rank."""
 
-    outcomes = watch_fit(2, smaller_model, data)
-    assert_all_ended(outcomes, "task image_class|captured graph", "rank")
+    class Shuffled(toys.Data):
+        def __init__(self, rank: int) -> None:
+            super().__init__(12, 5, 5, seed=30)
+            self.rank = rank
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            own = torch.Generator().manual_seed(self.rank)
+            return DataLoader(self.train_set, 5, shuffle=True, generator=own, collate_fn=toys.collate)
+
+    outcomes = watch_fit(2, smaller_model, lambda rank: MultiTaskDataModule({"image_class": Shuffled(rank)}))
+    assert_refused(outcomes, "ValueError", "task image_class: ranks drew different batches", "seed")
 
 
 def test_ranks_with_different_numbers_of_batches() -> None:

@@ -215,11 +215,11 @@ def test_saving_on_rank_0_alone(guarded: bool, tmp_path: Any) -> None:
     Fails.when = When(99, "", "")
 
     def body(rank: int, size: int) -> str:
-        strategy = SpindleStrategy(plan=plan, timeout=timedelta(seconds=5))
+        strategy = SpindleStrategy(plan=plan, timeout=timedelta(seconds=10))
         fit_once(fragile, fragile_data, strategy, devices=size, callbacks=[Saves()], max_steps=4)
         return "ended well"
 
-    outcomes = watch_ranks(body, 3, timeout_s=LIMIT_S, group_timeout_s=5)
+    outcomes = watch_ranks(body, 3, timeout_s=LIMIT_S + 10, group_timeout_s=10)
     if guarded:
         assert_all_ended(outcomes, "saving a checkpoint", "must be made by every rank", "rank 0 waited")
         return
