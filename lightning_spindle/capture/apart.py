@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_spindle.capture import untouched
 from lightning_spindle.capture.assemble import Assembler, Parts
+from lightning_spindle.capture.branches import settled
 from lightning_spindle.capture.classify import Info, classify
 from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, TraceError
 from lightning_spindle.capture.evaluate import kept_generators
@@ -92,19 +94,39 @@ def warn_of_opaque(task: str, trace: StepTrace) -> None:
         )
 
 
-def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
-    """The trace, made twice under different seeds to see what it would freeze."""
-    traces = []
-    for seed in (11, 12):
-        with kept_generators(seed), untouched.kept_attributes(step.model) as changed:
-            traces.append(trace_step(step, leaves, spec))
-        if changed:
-            raise TraceError(f"the step changes attributes of the model: {', '.join(changed)}")
-    if _text(traces[0]) != _text(traces[1]):
-        raise TraceError("the step draws random numbers outside of torch operations on tensors")
-    trace = traces[0]
+def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout | None = None) -> StepTrace:
+    """The trace, in which what it would freeze was looked for; see ``branches.settled`` for ``layout``.
+
+    Raises:
+        TraceError: the step cannot be traced faithfully.
+    """
+    trace = settled(step, leaves, spec, layout, partial(_traced_twice, step, leaves, spec))
     protect_known(trace.graph, lambda n: trace.holder.get_submodule(str(n.target)))
     return trace
+
+
+def _traced_twice(step: Step, leaves: Sequence[Any], spec: TreeSpec, closed: Mapping[str, str]) -> StepTrace:
+    """The trace, made under different seeds: what is drawn or changed outside of it would be frozen.
+
+    What the first one changes in the model, and no other does, is a lazy initialisation.
+    """
+    with untouched.kept_attributes(step.model):
+        traces = [_trace(step, leaves, spec, closed, 11)]
+        for seed in (12, 13):
+            with untouched.kept_attributes(step.model) as changed:
+                traces.append(_trace(step, leaves, spec, closed, seed))
+            if changed:
+                raise TraceError(f"the step changes attributes of the model: {', '.join(changed)}")
+            if _text(traces[-2]) == _text(traces[-1]):
+                return traces[-1]
+    raise TraceError("the step draws random numbers outside of torch operations on tensors")
+
+
+def _trace(
+    step: Step, leaves: Sequence[Any], spec: TreeSpec, closed: Mapping[str, str], seed: int
+) -> StepTrace:
+    with kept_generators(seed):
+        return trace_step(step, leaves, spec, closed)
 
 
 def _text(trace: StepTrace) -> list[str]:

@@ -75,7 +75,7 @@ def capture(
 def _take_apart(
     step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout
 ) -> tuple[Parts, list[LogCall]]:
-    trace = traced(step, leaves, spec)
+    trace = traced(step, leaves, spec, layout)
     apart = take_apart(step, trace, leaves, layout, partial(verify, step, leaves, spec))
     warn_of_opaque(step.task, trace)
     return apart.parts, trace.logs

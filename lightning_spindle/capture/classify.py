@@ -152,7 +152,7 @@ class _Classifier:
             self._run_part(node, PERMUTED, restore)
         else:
             self._judge(node, info, flat, inputs, restore)
-        if len(flat) == 1 and info.kinds[0].tag == "rows":
+        if isinstance(self.values[node], torch.Tensor) and info.kinds[0].tag == "rows":
             assert info.kinds[0].dim is not None
             self.values[node] = without_coincidence(flat[0], info.kinds[0].dim)
         if writes:

@@ -15,6 +15,7 @@ from torch import fx
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.classify import Info
+from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.tracer import StepTrace
 from lightning_spindle.graph import Layout
 
@@ -52,10 +53,15 @@ class Grouping:
         self.live = self._live()
         self.leads_on = self._leads_to_anchors()
         for node in trace.graph.nodes:
-            if node in self.live and node.op not in ("placeholder", "get_attr", "output"):
+            if (
+                node in self.live
+                and node.op not in ("placeholder", "get_attr", "output")
+                and not _checks(node)
+            ):
                 self._assign(node)
         self.groups += [g for g in (self.tail, self.after_metrics) if g.owned]
         self._finish_tail()
+        self._place_checks()
         self.groups = self._ordered()
 
     # ------------------------------------------------------------------------------------- questions
@@ -128,7 +134,9 @@ class Grouping:
     # ------------------------------------------------------------------------------------- preparation
     def _live(self) -> set[fx.Node]:
         graph = self.trace.graph
-        stack = [n for n in graph.nodes if n in self.results or self.is_metric(n) or self._writes(n)]
+        stack = [
+            n for n in graph.nodes if n in self.results or self.is_metric(n) or self._writes(n) or _checks(n)
+        ]
         live: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -284,6 +292,21 @@ class Grouping:
                 for node in tail.owned:
                     self._join_split(group, node)
 
+    def _place_checks(self) -> None:
+        """Conditions on sizes are checked where the sizes are known; by the first stem where the batch tells.
+
+        Raises:
+            TraceError: a condition needs sizes from several operators.
+        """
+        for node in [n for n in self.trace.graph.nodes if _checks(n)]:
+            producers = self.producers(node)
+            if len(producers) > 1:
+                raise TraceError(f"a condition depends on sizes of several operators ({node.meta['line']})")
+            stems = [g for g in self.groups if g.role not in ("block", "metric")]
+            group = next(iter([*producers, *stems, *self.groups]), None)
+            if group is not None:
+                self._join_split(group, node)
+
     def producers_of(self, group: Group) -> set[Group]:
         """Groups that ``group`` reads from."""
         return set().union(*(self.producers(n) for n in group.owned)) - {group}
@@ -305,3 +328,7 @@ class Grouping:
         for group in done:
             group.owned.sort(key=order.__getitem__)
         return done
+
+
+def _checks(node: fx.Node) -> bool:
+    return node.target is patches.expect

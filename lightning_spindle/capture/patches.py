@@ -7,6 +7,8 @@ import linecache
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from lightning_spindle.capture.tracer import StepTracer
 
 operator_getitem = operator.getitem
+_INNER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 _FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
-    "tensor", "tril_indices", "triu_indices", "zeros", "range", "normal",
+    "tensor", "tril_indices", "triu_indices", "zeros", "range", "normal", "finfo", "iinfo",
 )  # fmt: skip
 _RANDOM = ("rand", "randint", "randn", "randperm", "normal", "bernoulli", "multinomial")
 _TRAPPED = (
@@ -55,6 +58,37 @@ def reads_structure(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
+def reads_sizes(node: fx.Node) -> bool:
+    """Whether a node asks for sizes or a train flag: a branch on it can be held against other batches."""
+    if node.op == "call_method":
+        return node.target in ("size", "numel", "nelement")
+    return node.target in (length, is_training) or (node.target is getattr and node.args[1] == "shape")
+
+
+def expect(condition: Any, taken: bool, message: str) -> None:
+    """Raise where a traced branch would have gone the other way.
+
+    Raises:
+        RuntimeError: ``condition`` is not what it was on the example.
+    """
+    if bool(condition) != taken:
+        raise RuntimeError(message)
+
+
+def is_training(module: nn.Module) -> bool:
+    """``module.training``, as a traced graph reads it."""
+    return module.training
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line below ``frame`` that is neither torch's nor capture's, ``file:line``."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_INNER) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def is_asserted(frame: FrameType | None) -> bool:
     """Whether the innermost user's line below ``frame`` is an assert statement."""
     while frame is not None and "/torch/fx/" in frame.f_code.co_filename.replace("\\", "/"):
@@ -77,6 +111,9 @@ def tracing(tracer: StepTracer, model: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch, name, _factory(getattr(torch, name))))
         stack.enter_context(mock.patch.object(builtins, "len", _len(builtins.len)))
         stack.enter_context(trapped_trainer())
+        stack.enter_context(mock.patch.object(nn.Module, "training", _flag(tracer), create=True))
+        for owner in {_defines_call(type(m)) for m in model.modules()} - {nn.Module}:
+            stack.enter_context(mock.patch.object(owner, "__call__", _own_call(tracer, owner.__call__)))
         for metric in (m for m in model.modules() if is_metric(m)):
             stack.enter_context(_recorded(tracer, metric))
         stack.enter_context(_ModelTensors(tracer))
@@ -97,6 +134,71 @@ def _trap(name: str) -> property:
         raise TraceError(f"the step reads self.{name}, which changes from step to step")
 
     return property(read)
+
+
+def _flag(tracer: StepTracer) -> property:
+    """``module.training`` of a module that is traced through is a node, so that it stays live."""
+
+    def read(module: nn.Module) -> Any:
+        own = vars(module)["training"]
+        return own if tracer.shadowing else tracer.flag(module, own)
+
+    def write(module: nn.Module, value: bool) -> None:
+        vars(module)["training"] = value
+
+    return property(read, write)
+
+
+def _defines_call(kind: type) -> Any:
+    return next(c for c in kind.__mro__ if "__call__" in vars(c))
+
+
+def _own_call(tracer: StepTracer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``__call__`` of a module's own (checkpointing layers) belongs to the operator where there is one."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not tracer.shadowing and tracer.is_leaf_module(module, ""):
+            return tracer.call_module(module, partial(original, module), args, kwargs)
+        return original(module, *args, **kwargs)
+
+    return call
+
+
+def observe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
+    """Let forward hooks see an operator's call in the trace: they may collect hidden states.
+
+    What they return is left to the operator's run, as are those that cannot work on proxies;
+    whether there are such hooks.
+    """
+    changes = False
+    for key, hook in module._forward_hooks.items():
+        given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+        try:
+            changes |= hook(module, *given, output) is not None
+        except Exception:
+            changes = True
+    return changes
+
+
+@contextmanager
+def unhooked(module: nn.Module | None) -> Iterator[None]:
+    """Inside, the module's own forward hooks are not called."""
+    if module is None:
+        yield
+        return
+    hooks = module._forward_hooks
+    module._forward_hooks = type(hooks)()
+    try:
+        yield
+    finally:
+        module._forward_hooks = hooks
+
+
+def assigned(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """``tensor`` after ``tensor[index] = value``, which stays as it is."""
+    changed = tensor.clone()
+    changed[index] = value
+    return changed
 
 
 def _proxy_in(tree: Any) -> fx.Proxy | None:

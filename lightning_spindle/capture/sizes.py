@@ -86,11 +86,13 @@ def _replace(graph: fx.Graph, node: fx.Node, leaf: fx.Node | None, dim: int) -> 
     if leaf is None:  # it depends on no leaf: ``dim`` is the size
         for user in list(node.users):
             user.args, user.kwargs = replaced((user.args, user.kwargs), node, dim)
+        graph.erase_node(node)
         return
     with graph.inserting_before(node):
         shape = graph.call_function(getattr, (leaf, "shape"))
         size = graph.call_function(patches.operator_getitem, (shape, dim))
     node.replace_all_uses_with(size)
+    graph.erase_node(node)
 
 
 def _agreeing(
@@ -117,7 +119,7 @@ def _agreeing(
     ]
     chosen: dict[fx.Node, tuple[fx.Node | None, int]] = {}
     for node in reads:
-        if not any(n.op == "placeholder" for n in _ancestors(node)) and node in found[0][1]:
+        if not any(n.op == "placeholder" for n in ancestors(node)) and node in found[0][1]:
             chosen[node] = (None, found[0][1][node])
             continue
         for i, dim in places:
@@ -143,7 +145,7 @@ def _shorter(base: list[Any], layout: BatchLayout) -> list[list[Any]]:
 
 def _sizes(trace: StepTrace, leaves: list[Any], reads: list[fx.Node]) -> dict[fx.Node, int]:
     """The sizes that ``reads`` give on these leaves, without those that cannot be run."""
-    wanted = set(reads).union(*(_ancestors(node) for node in reads))
+    wanted = set(reads).union(*(ancestors(node) for node in reads))
     values: dict[fx.Node, Any] = dict(zip(trace.leaves, leaves, strict=True))
     values[trace.batch_idx] = 0
     for node in trace.graph.nodes:
@@ -155,7 +157,8 @@ def _sizes(trace: StepTrace, leaves: list[Any], reads: list[fx.Node]) -> dict[fx
     return {node: values[node] for node in reads if node in values}
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """All nodes that ``node`` needs."""
     found: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
     while stack:

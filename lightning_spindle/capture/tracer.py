@@ -7,7 +7,7 @@ Module and parameter names are those of the model (first of ``named_modules``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,13 +68,17 @@ class Step:
         return method(batch, *rest, *(() if self.dataloader_idx is None else (self.dataloader_idx,)))
 
 
-def trace_step(step: Step, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
+def trace_step(
+    step: Step, leaves: Sequence[Any], spec: TreeSpec, closed: Mapping[str, str] | None = None
+) -> StepTrace:
     """Trace ``step`` for batches with the tree ``spec``.
+
+    ``closed``: modules that are not to be traced through, with the reason.
 
     Raises:
         TraceError: the step cannot be traced, or a trace would freeze what may change.
     """
-    tracer = StepTracer(step)
+    tracer = StepTracer(step, closed or {})
     return tracer.trace_step(leaves, spec)
 
 
@@ -83,8 +87,9 @@ class StepTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, closed: Mapping[str, str]) -> None:
         super().__init__()
+        self.closed, self.inside = closed, [""]
         self.step = step
         self.blocks = find_blocks(step.model, step.operators)
         self.opaque: dict[str, str] = {}
@@ -121,7 +126,8 @@ class StepTracer(fx.Tracer):
                 return self.trace(holder)
 
         self._run = run
-        self._leaves = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+        with torch.inference_mode():
+            self._leaves = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         graph = with_tensors(holder, plain_state(holder, requires_grad=False), trace)
         for node in graph.nodes:
             node.meta.pop("shadow", None)
@@ -198,17 +204,35 @@ class StepTracer(fx.Tracer):
             return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
-            return self.create_proxy("call_module", path, args, kwargs)
+            return self._operator(m, path, args, kwargs)
         entered = patches.LAYER_STACKS.get(type(m)) if not m._forward_hooks else None
         last, logs = next(iter(reversed(self.graph.nodes))), len(self.logged)
+        self.inside.append(path)
         try:
+            if path in self.closed:
+                raise TraceError(self.closed[path])
             return entered(m, *args, **kwargs) if entered else forward(*args, **kwargs)
         except Exception as error:
             if m is self.step.module or len(self.logged) != logs:
                 raise
             self._forget_after(last)
             self.opaque[path] = reason_of(error)
-            return self.create_proxy("call_module", path, args, kwargs)
+            return self._operator(m, path, args, kwargs)
+        finally:
+            self.inside.pop()
+
+    def _operator(self, m: nn.Module, path: str, args: Any, kwargs: Any) -> fx.Proxy:
+        proxy = self.create_proxy("call_module", path, args, kwargs)
+        if not is_metric(m) and patches.observe(m, args, kwargs, proxy):
+            self._shadow(proxy.node, hooked=True)
+        return proxy
+
+    def flag(self, m: nn.Module, value: bool) -> Any:
+        """``m.training``: read when the trace runs, where ``m`` is a part of the model."""
+        if m not in self.submodule_paths:
+            return value
+        module = self.create_proxy("get_attr", self.path_of_module(m), (), {})
+        return self.create_proxy("call_function", patches.is_training, (module,), {})
 
     def _forget_after(self, last: fx.Node) -> None:
         for node in reversed(self.graph.nodes):
@@ -241,6 +265,8 @@ class StepTracer(fx.Tracer):
         if isinstance(a, torch.Tensor):
             if self.owns(a):
                 return self.fetch(a).node
+            if a.is_inference():
+                raise TraceError("a forward hook hands out values from inside an operator")
             if a.requires_grad:
                 raise TraceError("the step uses a tensor computed from parameters outside of the trace")
         return super().create_arg(a)
@@ -255,8 +281,12 @@ class StepTracer(fx.Tracer):
         return node
 
     # ------------------------------------------------------------------------------------- shadows
-    def _shadow(self, node: fx.Node) -> None:
-        """Run ``node`` on the example, so that the structure of its value (never its sizes) is known."""
+    def _shadow(self, node: fx.Node, hooked: bool = False) -> None:
+        """Run ``node`` on the example, so that the structure of its value (never its sizes) is known.
+
+        Hooks that watch an operator see its proxy instead (``patches.observe``); ``hooked`` if they
+        change what it gives.
+        """
         if node.op == "placeholder":
             index = str(node.target).removeprefix("leaf_")
             node.meta["shadow"] = self._leaves[int(index)] if index.isdigit() else 0
@@ -266,7 +296,9 @@ class StepTracer(fx.Tracer):
             return
         self.shadowing = True
         try:
-            with torch.no_grad():
+            module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            # Inference tensors can be told from the trace's own, should they leak.
+            with patches.unhooked(None if hooked else module), torch.inference_mode():
                 args, kwargs = filled(node, lambda n: n.meta["shadow"])
                 shadow = node.meta["shadow"] = run_node(self.root, node, args, kwargs)
                 node.meta["dtype"] = getattr(shadow, "dtype", None)
@@ -276,6 +308,9 @@ class StepTracer(fx.Tracer):
             self.shadowing = False
         node.meta["structural"] = patches.reads_structure(node) or (
             bool(inputs) and all(n.meta.get("structural", False) for n in inputs)
+        )
+        node.meta["sized"] = patches.reads_sizes(node) or (
+            bool(inputs) and all(n.meta.get("sized") or n.meta.get("structural") for n in inputs)
         )
 
     def _is_metric(self, node: fx.Node) -> bool:
@@ -294,24 +329,44 @@ class StepTracer(fx.Tracer):
         return super().iter(obj)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Number of dimensions, type and device may be asked for; sizes and values change.
+        """Number of dimensions, type and device may be asked for; values change.
 
+        Sizes and train flags may, too: the branch is held against other batches (``branches``).
         What the user asserts holds on the example, else the user's own error ends the trace.
         """
         asserted = "shadow" in obj.node.meta and patches.is_asserted(sys._getframe(1))
         if asserted or obj.node.meta.get("structural"):
             return bool(obj.node.meta["shadow"])
+        if obj.node.meta.get("sized"):
+            return self._branch(obj, bool(obj.node.meta["shadow"]), patches.line_of(sys._getframe(1)))
         return super().to_bool(obj)
+
+    def _branch(self, condition: fx.Proxy, taken: bool, line: str) -> bool:
+        message = (
+            f"task {self.step.task!r}: the condition in {line} was {taken} when the step was taken apart, "
+            f"and is {not taken} now: it depends on sizes of the batch, or on train and eval modes of modules"
+        )
+        check = self.create_proxy("call_function", patches.expect, (condition, taken, message), {})
+        check.node.meta.update(module=self.inside[-1], line=line)
+        return taken
 
 
 class StepProxy(fx.Proxy):
-    """A proxy whose length is known where its value is a tuple."""
+    """A proxy whose length is known where its value is a tuple, and whose entries can be assigned."""
+
+    node: fx.Node
 
     def __len__(self) -> int:
         shadow = self.node.meta.get("shadow")
         if isinstance(shadow, (tuple, list)):
             return shadow.__len__()
         raise TypeError("len of a traced tensor")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.node.op == "placeholder":
+            raise TypeError("the step writes into its batch")
+        args = (self, index, value)
+        self.node = self.tracer.create_proxy("call_function", patches.assigned, args, {}).node
 
 
 def results_of(step: Step, output: Any) -> dict[str, Any]:

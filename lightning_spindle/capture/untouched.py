@@ -21,6 +21,7 @@ from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.tracer import Step, results_of
 
 _INTERNAL = set(nn.Module().__dict__)
+_HOOKS = [name for name in nn.Module().__dict__ if name.startswith("_forward_") and "hooks" in name]
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class StepRun:
 
 @contextmanager
 def kept_attributes(model: nn.Module) -> Iterator[list[str]]:
-    """Restores plain attributes of all modules afterwards; the list then names those that had changed.
+    """Restores plain attributes and hooks of all modules afterwards.
 
-    Lists, dicts and sets are compared and restored by their entries. Metrics work on copies of
-    their state inside.
+    The list then names attributes that had changed. Lists, dicts and sets are compared and restored by
+    their entries. Metrics work on copies of their state inside.
     """
     changed: list[str] = []
     saved = [
@@ -46,6 +47,7 @@ def kept_attributes(model: nn.Module) -> Iterator[list[str]]:
         for name, m in model.named_modules()
         if not is_metric(m)
     ]
+    hooks = [(table, copy.copy(table)) for m in model.modules() for table in map(vars(m).get, _HOOKS)]
     metrics = [(m, dict(vars(m))) for m in model.modules() if is_metric(m)]
     for m, own in metrics:
         for key in getattr(m, "_defaults", {}):
@@ -53,6 +55,9 @@ def kept_attributes(model: nn.Module) -> Iterator[list[str]]:
     try:
         yield changed
     finally:
+        for table, entries in hooks:
+            table.clear()
+            table.update(entries)
         for m, own in metrics:
             vars(m).clear()
             vars(m).update(own)

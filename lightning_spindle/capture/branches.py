@@ -1,0 +1,196 @@
+"""Branches that a step takes by sizes: taken as on the example, and held against batches of other sizes.
+
+A trace follows one side of ``if x.shape[1] > limit``. Each such condition is a node (``patches.expect``)
+that raises where another batch would have gone the other way. Before it comes to that, the condition is
+tried on variants of the example; where one takes the other side, and the user's step accepts it, the module
+that branches is not traced through.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+from lightning_spindle.capture import patches, untouched
+from lightning_spindle.capture.errors import TraceError
+from lightning_spindle.capture.evaluate import (
+    filled,
+    kept_generators,
+    plain_state,
+    run_node,
+    with_tensors,
+)
+from lightning_spindle.capture.layout import pick_rows
+from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.sizes import ancestors, read_from_batch
+from lightning_spindle.capture.tracer import Step, StepTrace
+
+Place = tuple[int, int]  # a leaf and one of its dimensions
+
+
+def settled(
+    step: Step,
+    leaves: Sequence[Any],
+    spec: TreeSpec,
+    layout: BatchLayout | None,
+    trace_without: Callable[[Mapping[str, str]], StepTrace],
+) -> StepTrace:
+    """The trace, without modules that branch on sizes as other batches would not.
+
+    Sizes are read from the batch in it where ``layout`` is given.
+
+    Args:
+        step: what is traced.
+        leaves: an example batch.
+        spec: its tree.
+        layout: where it holds its rows; without one no branch on sizes is settled.
+        trace_without: traces the step with some modules closed, each with the reason.
+
+    Raises:
+        TraceError: the step itself branches so.
+    """
+    own = next(path for path, m in step.model.named_modules() if m is step.module)
+    closed: dict[str, str] = {}
+    while True:
+        trace = trace_without(closed)
+        if layout is not None:
+            read_from_batch(trace, leaves, layout)
+        checks = _varying(trace.graph)
+        if layout is None:
+            turned = [c for c in checks if _depends_on_batch(c)]
+        else:
+            turned = _turned_by_variants(step, trace, list(leaves), spec, layout, checks)
+        if not turned:
+            return trace
+        found = {c.meta["module"]: f"it branches on sizes ({c.meta['line']})" for c in turned}
+        for path in {"", own} & found.keys():
+            raise TraceError(found[path])
+        closed |= found
+
+
+def _turned_by_variants(
+    step: Step,
+    trace: StepTrace,
+    leaves: list[Any],
+    spec: TreeSpec,
+    layout: BatchLayout,
+    checks: list[fx.Node],
+) -> list[fx.Node]:
+    """Checks that a legal variant of the batch fails."""
+    found: list[fx.Node] = []
+    checks = [c for c in checks if _depends_on_batch(c)]
+    for together, *alone in _variants(leaves, layout) if checks else ():
+        turned = _turned(trace, together, checks)
+        if not turned or _is_legal(step, together, spec):
+            found += turned
+            continue
+        for given in alone:  # the user's step refuses it too: one dimension by itself, then
+            turned = _turned(trace, given, checks)
+            found += turned if turned and _is_legal(step, given, spec) else []
+    return found
+
+
+def _depends_on_batch(check: fx.Node) -> bool:
+    return any(n.op == "placeholder" for n in ancestors(check))
+
+
+def _checks(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target is patches.expect]
+
+
+def _varying(graph: fx.Graph) -> list[fx.Node]:
+    """The checks that not all batches pass alike, each once; others are taken out of the trace."""
+    seen: set[str] = set()
+    for check in _checks(graph):
+        words = _words(check)
+        varies = any(n.op == "placeholder" or n.target is patches.is_training for n in ancestors(check))
+        if not varies or words in seen:
+            graph.erase_node(check)
+        seen.add(words)
+    return _checks(graph)
+
+
+def _words(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.target)
+    arguments = node.args[:2] if node.target is patches.expect else (node.args, node.kwargs)
+    inputs = [_words(n) for n in node.all_input_nodes]
+    return f"{node.target} {fx.node.map_arg(arguments, lambda n: '%')} {inputs}"
+
+
+# ------------------------------------------------------------------------------------------ variants
+def _variants(leaves: list[Any], layout: BatchLayout) -> Iterator[list[list[Any]]]:
+    """Batches of other rows and sizes.
+
+    A list's first has all dimensions of one size changed together, the rest one each.
+    """
+    rows = layout.rows(leaves)
+    for index in (
+        [row // 2 for row in range(rows)],
+        [rows - 1] * rows,
+        list(range(max(rows - 1, 1))),
+        [0],
+        [row % rows for row in range(2 * rows)],
+    ):
+        yield [pick_rows(leaves, layout, index)]
+    few = pick_rows(leaves, layout, list(range(min(rows, 4))))
+    for size, places in _places(few, layout).items():
+        for other in {size - 1, 1, 2 * size} - {size, 0}:
+            alone = [_resized(few, [place], other) for place in places] if len(places) > 1 else []
+            yield [_resized(few, places, other), *alone]
+
+
+def _places(leaves: list[Any], layout: BatchLayout) -> dict[int, list[Place]]:
+    """Dimensions without rows, by their size: those of one size may be one length of the user's."""
+    places: dict[int, list[Place]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            for dim in range(leaf.dim()):
+                if dim != layout.leaves[i].dim:
+                    places.setdefault(leaf.shape[dim], []).append((i, dim))
+    return places
+
+
+def _resized(leaves: list[Any], places: list[Place], size: int) -> list[Any]:
+    made = list(leaves)
+    for i, dim in places:
+        longer = torch.cat([made[i], made[i]], dim)
+        made[i] = longer.narrow(dim, 0, size)
+    return made
+
+
+# ------------------------------------------------------------------------------------------ trying
+def _turned(trace: StepTrace, leaves: list[Any], checks: list[fx.Node]) -> list[fx.Node]:
+    """Checks that fail on these leaves; one whose condition cannot be computed on them does not count."""
+    state = plain_state(trace.holder, requires_grad=False)
+    with kept_generators(0), torch.no_grad():
+        return with_tensors(trace.holder, state, partial(_failing, trace, leaves, checks))
+
+
+def _failing(trace: StepTrace, leaves: list[Any], checks: list[fx.Node]) -> list[fx.Node]:
+    wanted = set().union(*(ancestors(check) for check in checks))
+    values: dict[fx.Node, Any] = dict(zip(trace.leaves, leaves, strict=True))
+    values[trace.batch_idx] = 0
+    for node in trace.graph.nodes:
+        if node in wanted and node not in values and all(n in values for n in node.all_input_nodes):
+            try:
+                values[node] = run_node(trace.holder, node, *filled(node, values.__getitem__))
+            except Exception:
+                continue  # this layer does not take such sizes
+    known = [c for c in checks if all(n in values for n in c.all_input_nodes)]
+    return [c for c in known if bool(filled(c, values.__getitem__)[0][0]) != c.args[1]]
+
+
+def _is_legal(step: Step, leaves: list[Any], spec: TreeSpec) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            untouched.run_step(step, leaves, spec, 0)
+    except Exception:
+        return False
+    return True
