@@ -75,6 +75,8 @@ def _losses(measurement: Measurement) -> str:
     sameness = measurement.sameness
     if sameness.reference is None:
         return "No job ended well: no losses to compare."
+    if len(_kinds(measurement.rows)) == 1:
+        return "One system only: its losses were compared with no other's."
     unequal = sum(row.error.startswith("losses differ") for row in measurement.rows)
     verdict = "differ, see below" if unequal else "agree"
     return (

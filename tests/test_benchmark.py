@@ -295,6 +295,13 @@ def test_other_ranks_than_asked_for_are_an_error(tmp_path: Path, monkeypatch: py
     assert [row["error"] for row in rows] == ["", "", *["1 ranks answered, not 2"] * 2] * 2
 
 
+def test_one_system_alone_claims_no_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, _, text = measurement(tmp_path, monkeypatch, lambda job, found: None, "systems=[plain]")
+    assert good
+    assert "compared with no other's" in text
+    assert "agree" not in text
+
+
 def test_differences_of_losses() -> None:
     def differing(**losses: list[float]) -> float:
         return largest_difference({**LOSSES, **losses}, LOSSES, 2)
