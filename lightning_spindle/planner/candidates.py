@@ -11,34 +11,38 @@ Where memory is what counts, 3 comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 from itertools import accumulate, combinations
 from math import comb
 
+import numpy as np
+
 from lightning_spindle.cluster import Cluster
-from lightning_spindle.planner.memory import Memory, Need, bit_set
-from lightning_spindle.planner.transfers import BOTH_WAYS, transfer_ms
+from lightning_spindle.planner.memory import Memory, Need, bit_set, bits
+from lightning_spindle.planner.transfers import BOTH_WAYS, Inputs, arranged, transfer_ms
 
 Groups = Iterator[tuple[int, ...]]
-Inputs = Sequence[tuple[int, tuple[int, ...]]]
 _EXACT = 64
 """So many groups are all compared; of more, windows of the free devices and the best-placed ones."""
 _SHORT_LIST = 8
 _MANY_WINDOWS = 64
-_SYNC_WEIGHT = 0.25
+SYNC_WEIGHT = 0.05
 """What a millisecond of gradient synchronisation counts: most of it overlaps with the backward."""
 
 
 def rank(n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, *, balance: bool) -> Groups:
-    """Groups of n of the free devices, best first; at most _EXACT of them."""
+    """Groups of n of the free devices, best first, each in the order of its shards; at most _EXACT."""
+    cluster = memory.problem.cluster
     if n == len(free):
-        return iter((tuple(free),))
+        return iter((arranged(free, inputs, cluster),))
     view = _View(n, free, inputs, need, memory, balance)
     if comb(len(free), n) <= _EXACT:
         groups = [tuple(free[i] for i in c) for c in combinations(range(len(free)), n)]
-        return iter(sorted(groups, key=view.key))
-    return view.windows()
+        ranked: Iterable[tuple[int, ...]] = sorted(groups, key=view.key)
+    else:
+        ranked = view.windows()
+    return (arranged(group, inputs, cluster) for group in ranked)
 
 
 class _View:
@@ -49,28 +53,28 @@ class _View:
     ) -> None:
         self.n, self.free, self.need, self.memory, self.balance = n, free, need, memory, balance
         self.cluster = memory.problem.cluster
+        self.given = inputs
         self.inputs = [(size, devices, frozenset(devices)) for size, devices in inputs]
         self.island = {d: self.cluster.island(d) for d in free}
         self.cost = self._inputs_ms()
         self.moved = [0] * len(free)
         for _, _, held in self.inputs:
             self.moved = [count + (d not in held) for count, d in zip(self.moved, free, strict=True)]
-        self.missing = {d: need.missing_bytes(d) if need.parameters else 0.0 for d in free}
-        factor = memory.problem.state_factor
-        self.left = {d: memory.available(d) - factor * self.missing[d] - need.activation_bytes for d in free}
-        self.sync = _Sync(need, self.cluster)
+        self.missing = need.missing.tolist()
+        self.left = memory.left_after(need).tolist()
+        self.added = _Added(need, self.cluster)
 
     def windows(self) -> Groups:
         """Short list by sums over the devices, then compared as ``key`` does; then the others."""
         n, free, island = self.n, self.free, self.island
         cost, moved = [0.0, *accumulate(self.cost)], [0, *accumulate(self.moved)]
-        missing = [0.0, *accumulate(self.missing.values())]
-        inside_ms, across_ms = (_SYNC_WEIGHT * self.sync.span_ms(n, across) for across in (False, True))
+        missing = [0.0, *accumulate([self.missing[d] for d in free])]
+        sync_ms = [SYNC_WEIGHT * self.added.sync.spread_ms(self.added.bytes, n, k) for k in range(1, n + 1)]
         rough: list[tuple[tuple[float, ...], int]] = []
         for i in self._starts():
             j = i + n
             islands = 1 + island[free[j - 1]] - island[free[i]]
-            communication = round(cost[j] - cost[i] + (across_ms if islands > 1 else inside_ms), 6)
+            communication = round(cost[j] - cost[i] + sync_ms[min(islands, n) - 1], 6)
             parts = (communication, moved[j] - moved[i], islands, _crookedness(free[i], free[j - 1], n))
             if self.balance:
                 rough.append(((-min([self.left[d] for d in free[i:j]]), *parts), i))
@@ -87,8 +91,9 @@ class _View:
 
     def key(self, group: tuple[int, ...]) -> tuple[object, ...]:
         """The order of groups; the docstring of this file in the same sequence."""
-        moved_ms = sum(transfer_ms(size, source, group, self.cluster) for size, source, _ in self.inputs)
-        communication = round(moved_ms + _SYNC_WEIGHT * self.sync.added_ms(group), 6)
+        order = arranged(group, self.given, self.cluster)
+        moved_ms = sum(transfer_ms(size, source, order, self.cluster) for size, source in self.given)
+        communication = round(moved_ms + SYNC_WEIGHT * self.added.ms(group), 6)
         elsewhere = sum(d not in held for _, _, held in self.inputs for d in group)
         islands = len({self.island[d] for d in group})
         crooked = _crookedness(group[0], group[-1], len(group))
@@ -103,23 +108,45 @@ class _View:
     def _well_placed(self) -> list[tuple[int, ...]]:
         """The n devices nearest to the inputs, and the n with the most memory left, wherever they are.
 
-        Also the very devices of an input, or every k-th of them: each then takes the rows of its
-        neighbours, inside their island.
+        Also, for each input, devices in the islands where its rows are.
         """
         at = range(len(self.free))
-        keys = list(zip((round(c, 9) for c in self.cost), self.moved, self.missing.values(), at, strict=True))
+        missing = [self.missing[d] for d in self.free]
+        keys = list(zip((round(c, 9) for c in self.cost), self.moved, missing, at, strict=True))
         near = [i for *_, i in nsmallest(self.n, keys)]
         found = [tuple(sorted(self.free[i] for i in near))]
         if self.need.parameters or self.need.activation_bytes:
             found.append(
-                tuple(sorted(d for _, d in nsmallest(self.n, ((-x, d) for d, x in self.left.items()))))
+                tuple(sorted(d for _, d in nsmallest(self.n, ((-self.left[d], d) for d in self.free))))
             )
-        idle = set(self.free)
-        for _, source, _ in self.inputs:
-            every, rest = divmod(len(source), self.n)
-            if every and not rest and idle.issuperset(source[::every]):
-                found.append(tuple(sorted(source[::every])))
+        found += [self._beside(source) for _, source in self.given]
         return found
+
+    def _beside(self, source: Sequence[int]) -> tuple[int, ...]:
+        """As many devices of each island as rows are there; the source's own first, evenly chosen."""
+        own: dict[int, list[int]] = {}
+        other: dict[int, list[int]] = {}
+        held = set(source)
+        for d in self.free:
+            if d not in held:
+                other.setdefault(self.island[d], []).append(d)
+        for d in source:
+            if d in self.island:
+                own.setdefault(self.island[d], []).append(d)
+        quotas: dict[int, int] = {}
+        for shard in range(self.n):
+            home = self.cluster.island(source[shard * len(source) // self.n])
+            quotas[home] = quotas.get(home, 0) + 1
+        found: list[int] = []
+        for home, quota in quotas.items():
+            mine = own.get(home, [])
+            step = max(1, len(mine) // quota)
+            found += (mine[::step][:quota] + other.get(home, []))[:quota]
+        if len(found) < self.n:
+            taken = set(found)
+            left = sorted((d not in held, d) for d in self.free if d not in taken)
+            found += [d for _, d in left[: self.n - len(found)]]
+        return tuple(sorted(found))
 
     def _starts(self) -> Sequence[int]:
         """Where windows begin: anywhere; among many free devices at gaps, blocks and the inputs."""
@@ -150,38 +177,59 @@ class _View:
         return total
 
 
-class _Sync:
-    """All-reduce time of the parameters of a run (2 (k - 1)/k of their bytes, over the slowest link)."""
+class Sync:
+    """All-reduce time of parameters (2 (k - 1)/k of their bytes, over the slowest link).
 
-    def __init__(self, need: Need, cluster: Cluster) -> None:
+    Across islands each member of an island sends its part over a link of its own; the island
+    with the fewest members decides.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.parts = [(holders, size) for holders, size in need.parameters if size > 0]
-        self.before = sum(self._ms(holders, size) for holders, size in self.parts)
-        self.bytes = sum(size for _, size in self.parts)
+        self.known: dict[int, float] = {}
 
-    def added_ms(self, group: tuple[int, ...]) -> float:
-        """How much the synchronisation grows when this group holds the run's parameters too."""
-        if not self.parts:
-            return 0.0
-        mask = bit_set(group)
-        return sum(self._ms(holders | mask, size) for holders, size in self.parts) - self.before
+    def seconds_a_byte(self, holders: int) -> float:
+        """``holders`` as a bit set."""
+        found = self.known.get(holders)
+        if found is None:
+            found = self.known[holders] = self._over(holders.bit_count(), self._fewest(holders))
+        return found
 
-    def span_ms(self, n: int, across: bool) -> float:
-        """The same for n devices without other holders."""
-        if n < 2 or not self.parts:
-            return 0.0
-        return self._over(self.bytes, n, across)
+    def spread_ms(self, size: float, n: int, islands: int) -> float:
+        """Over n devices, spread evenly over islands."""
+        return 1e3 * size * self._over(n, max(1, n // islands) if islands > 1 else 0)
 
-    def _ms(self, holders: int, size: float) -> float:
-        k = holders.bit_count()
+    def _fewest(self, holders: int) -> int:
+        """Members in the island that has the fewest; 0 where all are in one."""
+        size, last = self.cluster.island_size, holders.bit_length() - 1
+        if holders == 0 or self.cluster.island((holders & -holders).bit_length() - 1) == last // size:
+            return 0
+        counts = np.add.reduceat(bits(holders, last + 1), np.arange(0, last + 1, size), dtype=np.int64)
+        return int(counts[counts > 0].min())
+
+    def _over(self, k: int, fewest: int) -> float:
         if k < 2:
             return 0.0
-        first, last = (holders & -holders).bit_length() - 1, holders.bit_length() - 1
-        return self._over(size, k, self.cluster.island(first) != self.cluster.island(last))
+        rate = self.cluster.inside.bytes_per_s
+        if fewest:
+            rate = min(rate, fewest * self.cluster.between.bytes_per_s)
+        return 2.0 * (k - 1) / k / rate
 
-    def _over(self, size: float, k: int, across: bool) -> float:
-        link = self.cluster.between if across else self.cluster.inside
-        return 1e3 * link.seconds(2.0 * (k - 1) / k * size)
+
+class _Added:
+    """How much the synchronisation grows when a group holds the parameters of a run too."""
+
+    def __init__(self, need: Need, cluster: Cluster) -> None:
+        self.sync = Sync(cluster)
+        self.parts = [(holders, size) for holders, size in need.parameters if size > 0]
+        self.before = self._ms(0)
+        self.bytes = sum(size for _, size in self.parts)
+
+    def ms(self, group: Sequence[int]) -> float:
+        return self._ms(bit_set(group)) - self.before if self.parts else 0.0
+
+    def _ms(self, group: int) -> float:
+        return 1e3 * sum(size * self.sync.seconds_a_byte(holders | group) for holders, size in self.parts)
 
 
 def _crookedness(first: int, last: int, n: int) -> int:

@@ -7,27 +7,31 @@ so nothing that was placed is ever given back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_spindle.planner.problem import PlannedOp, PlanningProblem
 from lightning_spindle.planner.timing import UnplacedRun
 
+Bytes = NDArray[np.float64]
+"""One number for each device of the cluster."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Need:
     """What a run needs of each of its devices.
 
-    ``parameters``: (holders so far as a bit set, bytes of parameters) for each set of holders;
-    a device that is not among them must take those bytes, times the state factor.
+    ``parameters``: (holders so far as a bit set, bytes of parameters) for each set of holders.
+    A device that is not among them must take those bytes, times the state factor; ``missing``
+    sums them for each device.
     """
 
     parameters: tuple[tuple[int, float], ...]
     activation_bytes: float
-
-    def missing_bytes(self, device: int) -> float:
-        """Bytes of parameters that the device does not hold yet."""
-        return sum(size for holders, size in self.parameters if not holders >> device & 1)
+    missing: Bytes
 
 
 class Memory:
@@ -37,24 +41,34 @@ class Memory:
         self.problem = problem
         self.sizes = dict(problem.parameter_bytes)
         self.holders: dict[str, int] = {}
-        self.used = [0.0] * problem.devices
+        self.used: Bytes = np.zeros(problem.devices)
+        self._names: dict[tuple[str, int, int], tuple[str, ...]] = {}
 
     def need(self, run: UnplacedRun) -> Need:
         op = self.problem.metaop(run.metaop)
+        tensor = op.configuration(run.n).tensor
         by_holders: dict[int, float] = {}
-        for name in parameters_of(op, run.first, run.last):
+        for name in self._parameters(run):
             holders = self.holders.get(name, 0)
-            by_holders[holders] = by_holders.get(holders, 0.0) + self._shard_bytes(op, run.n, name)
+            by_holders[holders] = by_holders.get(holders, 0.0) + self.sizes.get(name, 0) / tensor
+        missing = np.zeros(self.problem.devices)
+        for holders, size in sorted(by_holders.items()):
+            missing += size * (1 - bits(holders, self.problem.devices))
         activations = op.activation_bytes * (run.last - run.first) / run.n
-        return Need(tuple(sorted(by_holders.items())), activations)
+        return Need(tuple(sorted(by_holders.items())), activations, missing)
 
     def bytes_on(self, need: Need, device: int) -> float:
         """What the device would hold more, were the run placed there."""
-        return self.problem.state_factor * need.missing_bytes(device) + need.activation_bytes
+        return float(self.problem.state_factor * need.missing[device] + need.activation_bytes)
 
     def available(self, device: int) -> float:
         """Bytes left; without a known capacity only differences between devices mean something."""
-        return float(self.problem.cluster.memory_bytes or 0) - self.used[device]
+        return float((self.problem.cluster.memory_bytes or 0) - self.used[device])
+
+    def left_after(self, need: Need) -> Bytes:
+        """Bytes that each device would have left, were the run placed there."""
+        capacity = self.problem.cluster.memory_bytes or 0
+        return capacity - self.used - self.problem.state_factor * need.missing - need.activation_bytes
 
     def fits(self, need: Need, device: int) -> bool:
         limited = self.problem.cluster.memory_bytes is not None
@@ -64,19 +78,20 @@ class Memory:
         """Those of the devices that have room for it."""
         if self.problem.cluster.memory_bytes is None:
             return devices
-        return [d for d in devices if self.fits(need, d)]
+        has_room = (self.left_after(need) >= 0.0).tolist()
+        return [d for d in devices if has_room[d]]
 
     def take(self, run: UnplacedRun, devices: tuple[int, ...]) -> tuple[dict[str, int], dict[int, float]]:
         """Books the run; returns what ``give_back`` needs to undo it."""
         need = self.need(run)
-        used = {d: self.used[d] for d in devices}
-        for d in devices:
-            self.used[d] += self.bytes_on(need, d)
-        names = parameters_of(self.problem.metaop(run.metaop), run.first, run.last)
+        used = {d: float(self.used[d]) for d in devices}
+        at = list(devices)
+        self.used[at] += self.problem.state_factor * need.missing[at] + need.activation_bytes
+        names = self._parameters(run)
         holders = {name: self.holders.get(name, 0) for name in names}
         group = bit_set(devices)
         for name in names:
-            self.holders[name] = self.holders.get(name, 0) | group
+            self.holders[name] = holders[name] | group
         return holders, used
 
     def give_back(self, booked: tuple[dict[str, int], dict[int, float]]) -> None:
@@ -85,8 +100,11 @@ class Memory:
         for d, before in used.items():
             self.used[d] = before
 
-    def _shard_bytes(self, op: PlannedOp, n: int, name: str) -> float:
-        return self.sizes.get(name, 0) / op.configuration(n).tensor
+    def _parameters(self, run: UnplacedRun) -> tuple[str, ...]:
+        key = (run.metaop, run.first, run.last)
+        if key not in self._names:
+            self._names[key] = parameters_of(self.problem.metaop(run.metaop), run.first, run.last)
+        return self._names[key]
 
 
 def parameters_of(op: PlannedOp, first: int, last: int) -> tuple[str, ...]:
@@ -94,9 +112,15 @@ def parameters_of(op: PlannedOp, first: int, last: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for layer in op.layer_parameters[first:last] for name in layer))
 
 
-def bit_set(devices: tuple[int, ...]) -> int:
+def bit_set(devices: Iterable[int]) -> int:
     """Bit d is set for each device d."""
     found = 0
     for d in devices:
         found |= 1 << d
     return found
+
+
+def bits(members: int, devices: int) -> NDArray[np.uint8]:
+    """A bit set as an array: 1 for each device in it."""
+    raw = np.frombuffer(members.to_bytes((devices + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=devices, bitorder="little")

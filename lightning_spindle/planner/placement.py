@@ -2,7 +2,8 @@
 
 Greedy over the runs in the order of their starts (a Stage's runs start together), those with
 more communication first. ``candidates.py`` ranks the device groups for one run; this file keeps
-the books, and goes back where memory does not suffice.
+the books, and goes back where memory does not suffice. Where links cost something, ``relabel.py``
+then improves the placement as a whole.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from lightning_spindle.plan import Run
 from lightning_spindle.planner.candidates import Groups, rank
 from lightning_spindle.planner.memory import Memory
 from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.relabel import relabel
 from lightning_spindle.planner.timing import PlacedRun, UnplacedRun, list_schedule
-from lightning_spindle.planner.transfers import flow_bytes, inputs_of, transfer_ms
+from lightning_spindle.planner.transfers import flow_bytes, inputs_of
 
 _COMMUNICATION_TRIES = 200
 _MEMORY_TRIES = 4000
 _SAME_TIME_MS = 1e-6
-_ORDERS = 8
+_STEPS, _FEW_RUNS = 800, 60
+"""Assignment problems that ``relabel`` may solve for so many runs on 32 devices; fewer for more."""
 _MANY_DEVICES = 256
-"""On more devices than these, one order is enough trouble."""
+"""On more devices than these, the greedy placement stays."""
 
 
 class Policy(StrEnum):
@@ -56,8 +59,17 @@ def place(
     for attempt, tries in ((policy, _COMMUNICATION_TRIES), (Policy.MEMORY, _MEMORY_TRIES)):
         placement = _Placement(ordered, problem, balance=attempt is Policy.MEMORY)
         if placement.search(tries):
-            return list_schedule(placement.placed, problem)
+            return list_schedule(_improved(placement.placed, problem), problem)
     raise ValueError(placement.shortage)
+
+
+def _improved(placed: Sequence[PlacedRun], problem: PlanningProblem) -> Sequence[PlacedRun]:
+    cluster = problem.cluster
+    free_links = cluster.inside == cluster.between and cluster.inside.seconds(1.0) == 0.0
+    if free_links or problem.devices > _MANY_DEVICES:
+        return placed
+    steps = _STEPS * 32 * _FEW_RUNS // (problem.devices * max(_FEW_RUNS, len(placed)))
+    return relabel(placed, _sequential([p.run for p in placed], problem), problem, steps)
 
 
 def check_memory(runs: Iterable[Run], problem: PlanningProblem) -> None:
@@ -77,7 +89,7 @@ def memory_per_device(runs: Iterable[Run], problem: PlanningProblem) -> tuple[fl
     memory = Memory(problem)
     for r in runs:
         memory.take(UnplacedRun(r.metaop, r.first, r.last, len(r.devices), r.start_ms, r.end_ms), r.devices)
-    return tuple(memory.used)
+    return tuple(memory.used.tolist())
 
 
 def _in_order(runs: Iterable[UnplacedRun], problem: PlanningProblem) -> list[UnplacedRun]:
@@ -147,18 +159,12 @@ class _Placement:
         self.placed: list[PlacedRun] = []
         self.shortage = ""
         self._least = float("inf")
-        self._settled = 0
-        cluster = problem.cluster
-        free_links = cluster.inside == cluster.between and cluster.inside.seconds(1.0) == 0.0
-        self._tries_orders = not free_links and problem.devices <= _MANY_DEVICES
         self._pinned = [r for r in ordered if problem.metaop(r.metaop).pin is not None]
 
     def search(self, tries: int) -> bool:
         """True where all runs were placed; gives up after ``tries`` steps back."""
         stack: list[_Choice] = []
         while len(self.placed) < len(self.ordered):
-            if len(self.placed) == self._settled:
-                self._settle_order()
             run = self.ordered[len(self.placed)]
             if len(stack) == len(self.placed):
                 stack.append(_Choice(self._groups(run)))
@@ -176,47 +182,6 @@ class _Placement:
             assert undo is not None
             self._give_back(self.ordered[len(self.placed) - 1], undo)
         return True
-
-    def _settle_order(self) -> None:
-        """Orders the runs that start together so that their inputs take least time to arrive.
-
-        Tried: as given, and then, a few times, the run that waited longest for its input first.
-        """
-        begin = self._settled
-        start_ms = self.ordered[begin].start_ms
-        end = begin
-        while end < len(self.ordered) and self.ordered[end].start_ms <= start_ms + _SAME_TIME_MS:
-            end += 1
-        self._settled = end
-        if not self._tries_orders or end - begin == 1:
-            return
-        order = self.ordered[begin:end]
-        best = (float("inf"), order)
-        for _ in range(_ORDERS):
-            waits = self._try_order(order)
-            if waits is None:
-                break
-            best = min(best, (round(sum(waits), 6), order), key=lambda b: b[0])
-            longest = max(range(len(order)), key=lambda i: waits[i])
-            if longest == 0 or waits[longest] == 0.0:
-                break
-            order = [order[longest], *order[:longest], *order[longest + 1 :]]
-        self.ordered[begin:end] = best[1]
-
-    def _try_order(self, order: Sequence[UnplacedRun]) -> list[float] | None:
-        """How long each run's inputs travel, placed greedily in this order; None where memory fails."""
-        undone: list[tuple[UnplacedRun, _Undo]] = []
-        waits: list[float] = []
-        for run in order:
-            devices = next(self._groups(run), None)
-            if devices is None:
-                break
-            inputs = inputs_of(run.metaop, run.first, self.problem, self.flows, self.at)
-            waits.append(sum(transfer_ms(b, at, devices, self.problem.cluster) for b, at in inputs))
-            undone.append((run, self._take(run, devices)))
-        for run, undo in reversed(undone):
-            self._give_back(run, undo)
-        return waits if len(waits) == len(order) else None
 
     def _groups(self, run: UnplacedRun) -> Groups:
         op = self.problem.metaop(run.metaop)

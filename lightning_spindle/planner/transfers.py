@@ -12,6 +12,8 @@ from lightning_spindle.graph import Flow
 from lightning_spindle.plan import Run
 from lightning_spindle.planner.problem import PlanningProblem
 
+Inputs = Sequence[tuple[int, tuple[int, ...]]]
+"""(bytes, devices that hold them in the order of their shards) for each input of a run."""
 BOTH_WAYS = 2.0
 """An activation goes forward and its gradient comes back."""
 
@@ -44,6 +46,49 @@ def transfer_ms(size_bytes: float, source: Sequence[int], target: Sequence[int],
             for key in (("send", sender), ("receive", receiver)):
                 busy[key] = busy.get(key, 0.0) + seconds
     return BOTH_WAYS * 1e3 * max(busy.values(), default=0.0)
+
+
+def arranged(group: Sequence[int], inputs: Inputs, cluster: Cluster) -> tuple[int, ...]:
+    """The devices of a group in the order of shards in which most rows stay where they are.
+
+    Greedy over the pairs (device, shard) by the bytes that the device already holds of the shard;
+    devices that hold nothing take shards whose rows are in their island, then what is left.
+    O(n log n) for n devices in group and inputs.
+    """
+    sources = [(size, source) for size, source in inputs if size > 0]
+    if not sources:
+        return tuple(sorted(group))
+    idle = set(group)
+    if len(sources) == 1 and len(sources[0][1]) == len(group) and idle.issuperset(sources[0][1]):
+        return sources[0][1]
+    held: dict[tuple[int, int], float] = {}
+    for size, source in sources:
+        for sender, shard, share in shares(source, range(len(group))):
+            if sender in idle:
+                held[shard, sender] = held.get((shard, sender), 0.0) + share * size
+    order = [-1] * len(group)
+    for _, (shard, device) in sorted((-size, key) for key, size in held.items()):
+        if order[shard] < 0 and device in idle:
+            order[shard] = device
+            idle.discard(device)
+    if idle:
+        _fill(order, idle, max(sources)[1], cluster)
+    return tuple(order)
+
+
+def _fill(order: list[int], idle: set[int], source: Sequence[int], cluster: Cluster) -> None:
+    """Gives the shards without a device one of ``idle``, in the island of their rows where it can."""
+    islands: dict[int, list[int]] = {}
+    for device in sorted(idle, reverse=True):
+        islands.setdefault(cluster.island(device), []).append(device)
+    for shard, device in enumerate(order):
+        near = islands.get(cluster.island(source[shard * len(source) // len(order)]))
+        if device < 0 and near:
+            order[shard] = near.pop()
+    rest = sorted((d for devices in islands.values() for d in devices), reverse=True)
+    for shard, device in enumerate(order):
+        if device < 0:
+            order[shard] = rest.pop()
 
 
 def flow_bytes(flows: Iterable[Flow]) -> dict[tuple[str, str], int]:
