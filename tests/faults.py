@@ -144,7 +144,7 @@ FAULTS: tuple[Fault, ...] = (
         "failure-leaves-no-word",
         "lightning_spindle.runtime.failures:Failures.report",
         bodies.does_nothing,
-        ("tests/strategy/test_failures.py::test_one_rank_fails",),
+        ("tests/strategy/test_failures.py::test_one_rank_fails[forward-raise]",),
     ),
     Fault(
         "failure-breaks-no-connection",
@@ -174,16 +174,13 @@ FAULTS: tuple[Fault, ...] = (
         "saving-alone-not-noticed",
         "lightning_spindle.runtime.objects:meet",
         bodies.does_nothing,
-        ("tests/strategy/test_failures.py::test_saving_on_rank_0_alone",),
+        ("tests/strategy/test_failures.py::test_saving_on_rank_0_alone[True]",),
     ),
     Fault(
         "agreement-not-required",
         "lightning_spindle.runtime.objects:require_agreement",
         bodies.does_nothing,
-        (
-            "tests/strategy/test_bad_input.py::test_plan_differs_between_ranks",
-            "tests/strategy/test_bad_input.py::test_models_that_differ_between_ranks",
-        ),
+        ("tests/strategy/test_bad_input.py::test_models_that_differ_between_ranks",),
     ),
     Fault(
         "unlike-batches-not-noticed",

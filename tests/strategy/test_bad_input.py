@@ -124,9 +124,9 @@ REFUSED_MODELS = {
         lambda rank: MultiTaskModule({"image_class": Empty()}),
         r"ValueError.*MultiTaskModule has no parameters",
     ),
-    "not multi-task": (
-        lambda rank: toys.Classify(toys.Encoder(5)),
-        r"ValueError.*trains a MultiTaskModule, not a Classify",
+    "manual optimization, not multi-task": (
+        lambda rank: Manual(toys.Encoder(5)),
+        r"ValueError.*does not support manual optimization: leave",
     ),
     "mixing optimizer": (
         of_task(Lbfgs),
@@ -245,7 +245,7 @@ def test_loader_of_no_task() -> None:
         return MultiTaskDataModule({"image_class": own, "image_clas": own})
 
     outcomes = watch_fit(2, smaller_model, data)
-    assert_refused(outcomes, "ValueError", r"\['image_clas'\]", "no task has", r"\['image_class'\]")
+    assert_refused(outcomes, "ValueError", r"batches come with keys \['image_clas'\]", r"\['image_class'\]")
 
 
 class AddsKey(Callback):
@@ -305,7 +305,13 @@ def test_ranks_that_draw_different_batches() -> None:
             own = torch.Generator().manual_seed(self.rank)
             return DataLoader(self.train_set, 5, shuffle=True, generator=own, collate_fn=toys.collate)
 
-    outcomes = watch_fit(2, smaller_model, lambda rank: MultiTaskDataModule({"image_class": Shuffled(rank)}))
+    plan = placed(metagraph_of(smaller_model(), smaller_data()), 2, lambda name: (0, 1))
+    outcomes = watch_fit(
+        2,
+        smaller_model,
+        lambda rank: MultiTaskDataModule({"image_class": Shuffled(rank)}),
+        strategy=lambda rank: {"plan": plan},
+    )
     assert_refused(outcomes, "ValueError", "task image_class: ranks drew different batches", "seed")
 
 
