@@ -19,7 +19,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cell", help="cell to plan (JSON)")
     parser.add_argument("--planner", default="spindle", choices=list(PLANNERS))
     parser.add_argument("--out", help="where the plan goes (JSON); without it the plan is printed as a table")
-    parser.add_argument("--gantt", action="store_true", help="print the plan as a Gantt chart too")
+    parser.add_argument(
+        "--gantt",
+        action="store_true",
+        help="print a Gantt chart too, the plan's figures, and where it lost time",
+    )
     parser.add_argument("--compare", action="store_true", help="run all planners and print them side by side")
     parser.add_argument("--time-limit", type=float, default=DEFAULT_TIME_LIMIT_S, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         problem = load_cell(options.cell)
         if options.compare:
-            from lightning_spindle.planner.report import compare
+            from lightning_spindle.planner.comparison import compare
 
             _write(compare(problem, time_limit_s=options.time_limit, seed=options.seed))
             return 0
@@ -49,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _write(str(result))
     if options.gantt:
+        from lightning_spindle.planner.comparison import describe
         from lightning_spindle.planner.report import gantt
 
         _write(gantt(result))
+        _write(describe(result, problem))
     return 0
 
 

@@ -16,10 +16,9 @@ from heapq import nsmallest
 from itertools import accumulate, combinations
 from math import comb
 
-import numpy as np
-
 from lightning_spindle.cluster import Cluster
-from lightning_spindle.planner.memory import Memory, Need, bit_set, bits
+from lightning_spindle.planner.memory import Memory, Need, bit_set
+from lightning_spindle.planner.sync import SYNC_WEIGHT, Sync
 from lightning_spindle.planner.transfers import BOTH_WAYS, Inputs, arranged, transfer_ms
 
 Groups = Iterator[tuple[int, ...]]
@@ -27,8 +26,6 @@ _EXACT = 64
 """So many groups are all compared; of more, windows of the free devices and the best-placed ones."""
 _SHORT_LIST = 8
 _MANY_WINDOWS = 64
-SYNC_WEIGHT = 0.05
-"""What a millisecond of gradient synchronisation counts: most of it overlaps with the backward."""
 
 
 def rank(n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, *, balance: bool) -> Groups:
@@ -175,45 +172,6 @@ class _View:
             for i, d in enumerate(self.free):
                 total[i] += (inside_ms if self.island[d] in near else between_ms)[d in held]
         return total
-
-
-class Sync:
-    """All-reduce time of parameters (2 (k - 1)/k of their bytes, over the slowest link).
-
-    Across islands each member of an island sends its part over a link of its own; the island
-    with the fewest members decides.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.known: dict[int, float] = {}
-
-    def seconds_a_byte(self, holders: int) -> float:
-        """``holders`` as a bit set."""
-        found = self.known.get(holders)
-        if found is None:
-            found = self.known[holders] = self._over(holders.bit_count(), self._fewest(holders))
-        return found
-
-    def spread_ms(self, size: float, n: int, islands: int) -> float:
-        """Over n devices, spread evenly over islands."""
-        return 1e3 * size * self._over(n, max(1, n // islands) if islands > 1 else 0)
-
-    def _fewest(self, holders: int) -> int:
-        """Members in the island that has the fewest; 0 where all are in one."""
-        size, last = self.cluster.island_size, holders.bit_length() - 1
-        if holders == 0 or self.cluster.island((holders & -holders).bit_length() - 1) == last // size:
-            return 0
-        counts = np.add.reduceat(bits(holders, last + 1), np.arange(0, last + 1, size), dtype=np.int64)
-        return int(counts[counts > 0].min())
-
-    def _over(self, k: int, fewest: int) -> float:
-        if k < 2:
-            return 0.0
-        rate = self.cluster.inside.bytes_per_s
-        if fewest:
-            rate = min(rate, fewest * self.cluster.between.bytes_per_s)
-        return 2.0 * (k - 1) / k / rate
 
 
 class _Added:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_spindle.planner.candidates import Sync
 from lightning_spindle.planner.memory import bit_set, bits, parameters_of
 from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.sync import Sync
 from lightning_spindle.planner.timing import PlacedRun, UnplacedRun
 from lightning_spindle.planner.transfers import flow_bytes, transfer_ms
 

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from lightning_spindle.planner.candidates import SYNC_WEIGHT
 from lightning_spindle.planner.network import Groups, Network
 from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.sync import SYNC_WEIGHT
 from lightning_spindle.planner.timing import PlacedRun
 from lightning_spindle.planner.transfers import shares
 

@@ -1,13 +1,13 @@
-"""Figures of a plan, a Gantt chart in text, and planners side by side."""
+"""Figures of a plan, and a Gantt chart in text."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from lightning_spindle.plan import ExecutionPlan, Run
 from lightning_spindle.planner.placement import memory_per_device
 from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.sync import sync_per_device_ms
 from lightning_spindle.planner.transfers import transfers_ms
 
 _SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
@@ -19,13 +19,19 @@ def with_figures(
     """The plan of these runs, reporting ``figures`` and what follows from the runs.
 
     ``utilisation`` is the devices' busy share of the makespan; ``transfer_ms`` the sum of all
-    transfers; ``memory_max_bytes`` and ``memory_min_bytes`` over the devices; ``stage_loss_ms``
-    (planners with Stages) what waiting at each Stage would have cost over the makespan.
+    transfers; ``sync_ms`` the all-reduce time of the device that has most of it;
+    ``transfer_share`` and ``sync_share`` these over the makespan; ``memory_max_bytes`` and
+    ``memory_min_bytes`` over the devices; ``stage_loss_ms`` (planners with Stages) what
+    waiting at each Stage would have cost over the makespan.
     """
     makespan_ms = max(r.end_ms for r in runs)
     memory = memory_per_device(runs, problem)
+    transfer_ms, sync_ms = transfers_ms(runs, problem), max(sync_per_device_ms(runs, problem))
     report = {
-        "transfer_ms": transfers_ms(runs, problem),
+        "transfer_ms": transfer_ms,
+        "transfer_share": transfer_ms / makespan_ms,
+        "sync_ms": sync_ms,
+        "sync_share": sync_ms / makespan_ms,
         "memory_max_bytes": max(memory),
         "memory_min_bytes": min(memory),
         **figures,
@@ -64,43 +70,6 @@ def _cell(runs: Sequence[Run], letters: Mapping[str, str], start_ms: float, end_
             letter = letters[r.metaop]
             shown[letter] = shown.get(letter, 0.0) + overlap_ms
     return max(shown, key=lambda letter: shown[letter])
-
-
-def compare(problem: PlanningProblem, *, time_limit_s: float | None = 1.0, seed: int = 0) -> str:
-    """All planners on one problem, side by side; a planner that refuses it shows why.
-
-    "/bound" is the makespan over the lower bound of ``bounds.bound_ms`` (linear programs), which
-    knows nothing of transfers and memory.
-    """
-    from lightning_spindle.planner import PLANNERS
-    from lightning_spindle.planner.bounds import bound_ms as lower_bound_ms
-
-    plans: dict[str, tuple[ExecutionPlan, float]] = {}
-    refused: dict[str, str] = {}
-    for name, planner in PLANNERS.items():
-        started = time.perf_counter()
-        try:
-            plan = planner(problem, time_limit_s=time_limit_s, seed=seed)
-        except (ValueError, ImportError) as error:
-            refused[name] = str(error)
-            continue
-        plans[name] = (plan, time.perf_counter() - started)
-    bound_ms = lower_bound_ms(problem)
-    lines = [
-        f"{problem.name}: {len(problem.metaops)} MetaOps, {problem.devices} devices, "
-        f"lower bound {bound_ms:.3f} ms",
-        "planner             ms  /bound   busy  transfers ms  runs  planning s",
-    ]
-    for name, (plan, seconds) in sorted(plans.items(), key=lambda item: item[1][0].makespan_ms):
-        figures = dict(plan.report)
-        over = f"{plan.makespan_ms / bound_ms:7.3f}"
-        lines.append(
-            f"{name:10} {plan.makespan_ms:11.3f} {over} {figures.get('utilisation', utilisation(plan)):6.1%} "
-            f"{figures.get('transfer_ms', transfers_ms(plan.runs, problem)):13.3f} {len(plan.runs):5d} "
-            f"{seconds:11.3f}"
-        )
-    lines += [f"{name:10} refused: {why}" for name, why in refused.items()]
-    return "\n".join(lines)
 
 
 def utilisation(plan: ExecutionPlan) -> float:

@@ -14,7 +14,8 @@ import pytest
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner import PLANNERS, PlanningProblem, load_cell, plan
 from lightning_spindle.planner.__main__ import main
-from lightning_spindle.planner.report import compare, gantt
+from lightning_spindle.planner.comparison import compare
+from lightning_spindle.planner.report import gantt
 from tests.planner.checking import CELLS, YARDSTICK, check, op, problem
 
 NAMES = sorted(YARDSTICK)
@@ -157,7 +158,10 @@ def test_command_line_writes_a_plan(tmp_path, capsys):
     assert {"metaop", "layers", "devices", "start_ms", "end_ms"} <= body["runs"][0].keys()
     assert check(ExecutionPlan.from_json(out.read_text()), load_cell(cell)) > 0
     assert main([str(cell), "--gantt"]) == 0
-    assert "t1.vision[0:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "t1.vision[0:" in shown
+    for what in ("C* ", "lower bound", "stage alignment", "synchronisation", "device    7 busy"):
+        assert what in shown
 
 
 def test_gantt_golden():
@@ -178,9 +182,13 @@ def test_compare_shows_all_planners(monkeypatch):
         raise ValueError("MetaOp a.x does not fit")
 
     planners = {name: planner for name, planner in PLANNERS.items() if name != "search"}
-    monkeypatch.setattr("lightning_spindle.planner.PLANNERS", planners | {"picky": refusing})
+    monkeypatch.setattr("lightning_spindle.planner.comparison.PLANNERS", planners | {"picky": refusing})
     lines = compare(problem(op("a.x", 2, times={1: 2.0, 2: 1.0}), devices=2)).splitlines()
     assert lines[0] == "test: 1 MetaOps, 2 devices, lower bound 2.000 ms"
-    assert {line.split()[0] for line in lines[2:]} == set(planners) | {"picky"}
+    count = len(planners)
+    assert {line.split()[0] for line in lines[2 : 2 + count]} == set(planners)
+    assert [line.split()[1:3] for line in lines[2 : 2 + count]] == [["2.000", "1.000"]] * count
+    assert lines[3 + count].split()[:4] == ["parts,", "ms", "work", "divisibility"]
+    assert {line.split()[0] for line in lines[4 + count : -1]} == set(planners)
+    assert {line.split()[1] for line in lines[4 + count : -1]} == {"2.000"}
     assert lines[-1] == "picky      refused: MetaOp a.x does not fit"
-    assert [line.split()[1:3] for line in lines[2:-1]] == [["2.000", "1.000"]] * len(planners)
