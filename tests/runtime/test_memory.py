@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -64,39 +64,38 @@ class Followed(TorchDispatchMode):
 
 
 class FollowedEngine(Engine):
-    """Calls ``after`` with each instruction that it has executed; what that made carries its text."""
+    """Checks after each instruction that it has executed; what that made carries its text."""
 
     followed: Followed
-    after: Callable[[Instruction, Iteration], None]
+    check: "Check | None" = None
+    mine: Mapping[str, torch.nn.Parameter]
 
     def _execute(self, instruction: Instruction, iteration: Iteration, *args: Any) -> None:
         self.followed.label = str(instruction)
         super()._execute(instruction, iteration, *args)
-        self.after(instruction, iteration)
+        if self.check is not None:
+            self.check.after(instruction, iteration, self)
 
 
 def follow(placement: str, rows: list[Mapping[str, int]], check: "Check") -> None:
     def rank(transport: ProcessGroupTransport) -> None:
         engine, mine = build_engine(transport, PLACEMENTS[placement], FollowedEngine)
         assert isinstance(engine, FollowedEngine)
+        engine.check, engine.mine = check, mine
         for step, row in enumerate(rows):
             for p in mine.values():
                 p.grad = None
             batches = handmade.task_batches(handmade.batches(step, row))
             with Followed() as engine.followed:
-                engine.after = lambda i, it: check.after(i, it, engine, mine)
                 iteration = engine.forward(batches, index=step, batch_idx=step)
-                check.between(iteration, engine, mine)
+                check.between(iteration, engine)
                 engine.backward(iteration, WEIGHTS, sync=True)
-                check.end(iteration, engine, mine)
+                check.end(iteration, engine)
                 del iteration
             gradients = [p.grad for p in mine.values()]
             assert engine.followed.alive_soon(gradients) == {}, f"after step {step}"
 
     on_ranks(PLACEMENTS[placement][0], rank, blocking_sends=False)
-
-
-Held = Mapping[str, torch.nn.Parameter]
 
 
 class Check:
@@ -107,7 +106,7 @@ class Check:
         self.freed_runs = 0
         self.waiting_runs = 0
 
-    def after(self, i: Instruction, iteration: Iteration, engine: FollowedEngine, mine: Held) -> None:
+    def after(self, i: Instruction, iteration: Iteration, engine: FollowedEngine) -> None:
         """Once a run's backward is done its activations are gone; those of the runs to come are there."""
         if i.kind is not Kind.BACKWARD or i.index not in iteration.runs:
             return
@@ -128,7 +127,7 @@ class Check:
         with self.lock:
             self.freed_runs += 1
 
-    def between(self, iteration: Iteration, engine: FollowedEngine, mine: Held) -> None:
+    def between(self, iteration: Iteration, engine: FollowedEngine) -> None:
         """After all forwards, nothing that was received or sent is alive but as a run's input or output."""
         assert not iteration.received
         assert not engine._messenger.outgoing
@@ -136,9 +135,9 @@ class Check:
         alive = engine.followed.alive(inputs, iteration.results)
         assert not [label for label in alive if label.startswith("A")], alive
 
-    def end(self, iteration: Iteration, engine: FollowedEngine, mine: Held) -> None:
+    def end(self, iteration: Iteration, engine: FollowedEngine) -> None:
         """While the iteration itself is still there: its results, and the parameters' gradients."""
-        gradients = [p.grad for p in mine.values()]
+        gradients = [p.grad for p in engine.mine.values()]
         assert engine.followed.alive_soon(gradients, iteration.results) == {}
         assert not engine._messenger.outgoing
 
@@ -167,7 +166,6 @@ def test_forward_only_keeps_nothing() -> None:
     def rank(transport: ProcessGroupTransport) -> None:
         engine, _ = build_engine(transport, PLACEMENTS["towers apart"], FollowedEngine)
         assert isinstance(engine, FollowedEngine)
-        engine.after = lambda i, it: None
         for step in range(2):
             batches = handmade.task_batches(handmade.batches(step))
             with torch.no_grad(), Followed() as engine.followed:

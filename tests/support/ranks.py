@@ -10,6 +10,7 @@ Every function here returns or raises within its limit, and leaves no process be
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -224,6 +225,7 @@ def _rank_main(
     init_group: bool,
 ) -> None:
     """The life of a forked rank. Ends the process itself, so that nothing of the parent's is run again."""
+    gc.freeze()  # the parent's garbage stays: a process group of ranks that were threads has no threads here
     _die_with_parent()
     for other in not_mine:
         other.close()
