@@ -135,7 +135,13 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and defaults over other groups."""
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(groups, **defaults)
+    try:
+        return type(optimizer)(groups, **defaults)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"tasks' optimizers of class {type(optimizer).__name__} cannot merge into one: it takes no "
+            f"parameter groups with options of their own ({e}); use one that does, such as SGD or AdamW"
+        ) from e
 
 
 def _shared_groups(parts: list[TaskOptimizer]) -> list[tuple[TaskOptimizer, int, TaskOptimizer, int]]:

@@ -132,6 +132,12 @@ REFUSED_MODELS = {
         of_task(Lbfgs),
         r"ValueError.*cannot use the optimizer LBFGS.*such as SGD or AdamW",
     ),
+    "mixing optimizers of two tasks": (
+        lambda rank: MultiTaskModule(
+            {"image_class": Lbfgs(toys.Encoder(5)), "image_text": Lbfgs(toys.Encoder(5))}
+        ),
+        r"ValueError.*optimizers of class LBFGS cannot merge.*such as SGD or AdamW",
+    ),
     "several optimizers": (of_task(TwoOptimizers), r"ValueError.*task 'image_class'.*2 optimizers"),
     "manual optimization": (of_task(Manual), r"ValueError.*image_class.*automatic"),
     "SyncBatchNorm": (of_task(Norms), r"ValueError.*sync_batchnorm"),
