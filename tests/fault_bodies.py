@@ -5,8 +5,9 @@ Each takes the original function and returns the faulty one, which has the origi
 """
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 Function = Callable[..., Any]
@@ -55,6 +56,168 @@ def changes_result(change: Callable[[Any], Any]) -> Callable[[Function], Functio
         return faulty
 
     return replace
+
+
+def changes_arguments(change: Callable[..., tuple[Any, ...]]) -> Callable[[Function], Function]:
+    """The call is made with ``change(*args)`` for its positional arguments."""
+
+    def replace(original: Function) -> Function:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            return original(*change(*args), **kwargs)
+
+        return faulty
+
+    return replace
+
+
+def divides_by_two(original: Function) -> Function:
+    """A bucket's sum becomes a mean over two holders, however many there are."""
+
+    def faulty(self: Any) -> None:
+        original(self)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= 2
+
+    return faulty
+
+
+def fills_missing_gradients(original: Function) -> Function:
+    """A gradient that no holder has becomes zeros."""
+
+    def faulty(self: Any) -> None:
+        original(self)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = parameter.detach() * 0
+
+    return faulty
+
+
+def forgets_received_gradients(original: Function) -> Function:
+    """Gradients come in from other ranks and are dropped."""
+
+    def faulty(self: Any, instruction: Any, iteration: Any) -> None:
+        original(self, instruction, iteration)
+        edge = self.program.edges[instruction.index]
+        state = iteration.runs.get(edge.source)
+        for _, gradient in state.gradients.pop(edge.value, []) if state is not None else []:
+            if hasattr(gradient, "tensor"):
+                gradient.tensor()
+
+    return faulty
+
+
+def leaves_results_local(original: Function) -> Function:
+    """Losses and logged values are not added up over the ranks."""
+
+    class Alone:
+        def __init__(self, transport: Any) -> None:
+            self._transport = transport
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transport, name)
+
+        def all_reduce(self, tensor: Any, ranks: Any) -> Any:
+            return self._transport.all_reduce(tensor, (self._transport.rank,))
+
+    def faulty(self: Any, iteration: Any) -> Any:
+        kept, self._transport = self._transport, Alone(self._transport)
+        try:
+            return original(self, iteration)
+        finally:
+            self._transport = kept
+
+    return faulty
+
+
+def weighs_one_row(original: Function) -> Function:
+    """Epoch means forget how many rows a step had."""
+
+    def faulty(model: Any, iteration: Any, task: str, key: str, value: Any, options: Any) -> None:
+        original(model, iteration, task, key, value, {**options, "batch_size": 1})
+
+    return faulty
+
+
+def shifts_rows(original: Function) -> Function:
+    """A shard reads the rows before its own."""
+
+    def faulty(leaves: Any, layout: Any, first: int, last: int) -> Any:
+        return original(leaves, layout, max(0, first - 1), max(0, first - 1) + last - first)
+
+    return faulty
+
+
+def overlaps_rows(original: Function) -> Function:
+    """A shard has the next one's first row too."""
+
+    def faulty(shard: int, shards: int, rows: int) -> tuple[int, int]:
+        first, last = original(shard, shards, rows)
+        return first, min(last + 1, rows)
+
+    return faulty
+
+
+def keeps_rank_zeros(original: Function) -> Function:
+    """Of what ranks gathered, only rank 0's is used."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return None if found is None else [found[0], *([type(found[0])()] * (len(found) - 1))]
+
+    return faulty
+
+
+def leaves_seed_behind(original: Function) -> Function:
+    """Operators seed the rank's own generator, which loaders draw from."""
+
+    @contextmanager
+    def faulty(*args: Any) -> Iterator[None]:
+        import torch
+
+        with original(*args):
+            inside = torch.get_rng_state()
+            yield
+        torch.set_rng_state(inside)
+
+    return faulty
+
+
+def takes_back_draws(original: Function) -> Function:
+    """What a constructor drew from the default generator is drawn again."""
+
+    def faulty(*args: Any, **kwargs: Any) -> None:
+        import torch
+
+        before = torch.get_rng_state()
+        original(*args, **kwargs)
+        torch.set_rng_state(before)
+
+    return faulty
+
+
+def joins_as_given(original: Function) -> Function:
+    """Parts of a value are joined in the order in which they came."""
+
+    def faulty(parts: Any, value: Any) -> Any:
+        import torch
+
+        return (
+            original(parts, value) if value.dim is None else torch.cat([p for _, p in parts], dim=value.dim)
+        )
+
+    return faulty
+
+
+def differs_by_rank(original: Function) -> Function:
+    """Every rank goes by a plan of its own."""
+
+    def faulty(plan: Any, transport: Any, device: Any) -> Any:
+        shared = original(plan, transport, device)
+        return replace(shared, makespan_ms=shared.makespan_ms + transport.rank)
+
+    return faulty
 
 
 def replicates_parameters(original: Function) -> Function:

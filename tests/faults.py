@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,216 @@ class Fault:
     tests: tuple[str, ...]
 
 
+SCALE = "tests/cases/test_c01_c02_scale.py"
+LOGS = "tests/cases/test_c04_c05_logs.py"
+SHARED = "tests/cases/test_c06_c18_shared.py"
+SAMPLERS = "tests/cases/test_c07_samplers.py"
+CHECKPOINTS = "tests/cases/test_c09_checkpoints.py"
+MESSAGES = "tests/cases/test_c12_c13_messages.py"
+AGREEMENT = "tests/cases/test_c19_c23_agreement.py"
+DROPOUT = "tests/cases/test_c45_dropout.py"
+KINDS = "tests/cases/test_kinds_of_tasks.py"
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "strategy-not-registered",
         "lightning_spindle._registration:_register",
         bodies.does_nothing,
         ("tests/test_imports.py::test_strategy_is_registered_in_either_import_order",),
+    ),
+    Fault(
+        "means-not-weighted-by-rows",
+        "lightning_spindle.runtime.engine:Engine._share",
+        bodies.returns(1.0),
+        (f"{SCALE}::test_c02_ragged_rows",),
+    ),
+    Fault(
+        "means-taken-for-sums",
+        "lightning_spindle.capture.assemble:Assembler._reduction",
+        bodies.returns("sum"),
+        (f"{SCALE}::test_c02_ragged_rows",),
+    ),
+    Fault(
+        "gradients-averaged",
+        "lightning_spindle.runtime.gradients:PendingBucket.finish",
+        bodies.divides_by_two,
+        (f"{SCALE}::test_c01_nine_placements", f"{SCALE}::test_c01_in_single_precision"),
+    ),
+    Fault(
+        "gradients-not-summed",
+        "lightning_spindle.runtime.gradients:PendingBucket.finish",
+        bodies.does_nothing,
+        (
+            f"{SHARED}::test_c06_tied_embedding_and_head",
+            f"{SHARED}::test_c06_encoder_shared_by_three_tasks",
+            f"{SHARED}::test_c18_contrastive_losses_with_shared_encoder_and_scale",
+        ),
+    ),
+    Fault(
+        "zeros-for-missing-gradients",
+        "lightning_spindle.runtime.gradients:PendingBucket.finish",
+        bodies.fills_missing_gradients,
+        (
+            f"{KINDS}::test_tasks_without_a_batch_are_idle",
+            "tests/runtime/test_engine.py::test_idle_parameters_have_no_gradient",
+        ),
+    ),
+    Fault(
+        "gradients-of-local-edges-forgotten",
+        "lightning_spindle.runtime.engine:Engine._pass_back",
+        bodies.does_nothing,
+        (f"{SCALE}::test_c01_each_module_in_a_group_of_its_own", "tests/runtime/test_engine.py::test_parity"),
+    ),
+    Fault(
+        "gradients-of-received-edges-forgotten",
+        "lightning_spindle.runtime.engine:Engine._gradient",
+        bodies.forgets_received_gradients,
+        (f"{SCALE}::test_c01_each_module_in_a_group_of_its_own", "tests/runtime/test_engine.py::test_parity"),
+    ),
+    Fault(
+        "gradient-parts-dropped",
+        "lightning_spindle.runtime.rows:summed",
+        bodies.changes_arguments(lambda like, value, have, parts: (like, value, have, parts[:1])),
+        (f"{SCALE}::test_c01_nine_placements",),
+    ),
+    Fault(
+        "parts-joined-as-they-come",
+        "lightning_spindle.runtime.rows:join",
+        bodies.joins_as_given,
+        (f"{SCALE}::test_c01_each_module_in_a_group_of_its_own",),
+    ),
+    Fault(
+        "rows-off-by-one",
+        "lightning_spindle.capture.layout:take_rows",
+        bodies.shifts_rows,
+        (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
+    ),
+    Fault(
+        "shards-overlap",
+        "lightning_spindle.program:row_range",
+        bodies.overlaps_rows,
+        (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
+    ),
+    Fault(
+        "one-tag-for-all-messages",
+        "lightning_spindle.runtime.messages:_tag",
+        bodies.returns(1),
+        (f"{MESSAGES}::test_c12_receives_posted_in_another_order_than_sends",),
+    ),
+    Fault(
+        "gradients-tagged-as-values",
+        "lightning_spindle.runtime.messages:_tag",
+        lambda original: lambda instruction: 2 * instruction.index + 1,
+        (f"{MESSAGES}::test_c12_receives_posted_in_another_order_than_sends",),
+    ),
+    Fault(
+        "forms-not-renewed",
+        "lightning_spindle.runtime.engine:_signature",
+        bodies.returns(()),
+        (f"{MESSAGES}::test_c13_lengths_and_rows_change",),
+    ),
+    Fault(
+        "logs-left-local",
+        "lightning_spindle.runtime.engine:Engine._exchange",
+        bodies.leaves_results_local,
+        (
+            f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
+            f"{LOGS}::test_c05_hooks_and_logs_under_spindle",
+        ),
+    ),
+    Fault(
+        "epoch-means-not-weighted",
+        "lightning_spindle.runtime.replay:_log",
+        bodies.weighs_one_row,
+        (
+            f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
+            f"{LOGS}::test_c04_a_key_logged_in_every_third_step",
+        ),
+    ),
+    Fault(
+        "parameters-not-broadcast",
+        "lightning_spindle.runtime.objects:broadcast_tensors",
+        bodies.does_nothing,
+        (f"{AGREEMENT}::test_c19_ranks_start_from_rank_zeros_weights",),
+    ),
+    Fault(
+        "agreement-not-checked",
+        "lightning_spindle.runtime.objects:require_agreement",
+        bodies.does_nothing,
+        (
+            f"{AGREEMENT}::test_c19_other_shapes_on_a_rank_are_refused_on_all",
+            f"{AGREEMENT}::test_c23_another_plan_on_one_rank_is_an_error_on_every_rank",
+        ),
+    ),
+    Fault(
+        "plans-not-shared",
+        "lightning_spindle.runtime.session:shared_plan",
+        bodies.differs_by_rank,
+        (f"{AGREEMENT}::test_c23_ranks_that_measure_other_times_run_one_plan",),
+    ),
+    Fault(
+        "data-not-compared",
+        "lightning_spindle.runtime.checks:require_same_data",
+        bodies.does_nothing,
+        (f"{SAMPLERS}::test_c07_a_sampler_seeded_by_the_rank_is_refused",),
+    ),
+    Fault(
+        "skipped-loaders-draw-nothing",
+        "lightning_spindle.runtime.loaders:_RowCounter.__init__",
+        bodies.takes_back_draws,
+        ("tests/runtime/test_loaders.py::test_skipping_a_loader_changes_no_draw",),
+    ),
+    Fault(
+        "optimizer-state-of-rank-zero-only",
+        "lightning_spindle.runtime.objects:gather_objects",
+        bodies.keeps_rank_zeros,
+        (
+            f"{CHECKPOINTS}::test_c09_the_file_is_a_plain_one",
+            f"{CHECKPOINTS}::test_c09_resumes_at_another_number_of_ranks",
+            f"{CHECKPOINTS}::test_c09_saving_after_the_fit",
+        ),
+    ),
+    Fault(
+        "parameters-of-rank-zero-only",
+        "lightning_spindle.runtime.state:LocalisedModel.state_dict",
+        lambda original: lambda self: self._model.state_dict() if self._transport.rank == 0 else {},
+        (f"{CHECKPOINTS}::test_c09_the_file_is_a_plain_one",),
+    ),
+    Fault(
+        "buffers-not-shared",
+        "lightning_spindle.runtime.state:LocalisedModel.share_buffers",
+        bodies.does_nothing,
+        (f"{KINDS}::test_batch_norm_runs_whole_and_its_buffers_reach_validation",),
+    ),
+    Fault(
+        "written-buffers-unknown",
+        "lightning_spindle.runtime.session:_written_buffers",
+        bodies.returns({}),
+        (f"{KINDS}::test_batch_norm_runs_whole_and_its_buffers_reach_validation",),
+    ),
+    Fault(
+        "shards-drop-alike",
+        "lightning_spindle.runtime.randomness:operator_randomness",
+        bodies.changes_arguments(lambda device, seed, step, operator, row: (device, seed, step, operator, 0)),
+        (f"{DROPOUT}::test_c45_masks_of_rows_differ",),
+    ),
+    Fault(
+        "dropout-from-the-ranks-generator",
+        "lightning_spindle.runtime.randomness:operator_randomness",
+        bodies.returns(nullcontext()),
+        (
+            f"{DROPOUT}::test_c45_masks_of_rows_differ",
+            f"{DROPOUT}::test_c45_an_operator_draws_from_a_generator_of_its_own",
+        ),
+    ),
+    Fault(
+        "operators-move-the-ranks-generator",
+        "lightning_spindle.runtime.randomness:operator_randomness",
+        bodies.leaves_seed_behind,
+        (
+            f"{DROPOUT}::test_c45_an_operator_draws_from_a_generator_of_its_own",
+            f"{SAMPLERS}::test_c07_each_sample_once_an_epoch",
+        ),
     ),
     Fault(
         "parameters-on-every-rank",

@@ -61,10 +61,12 @@ def test_c01_nine_placements(encoders: tuple[int, ...], head: tuple[int, ...]) -
     assert_same_fit(ours, image_text_reference("sgd", "64-true", (8, 8, 8)))
 
 
-@pytest.mark.parametrize("text", [(3, 1, 0), (2,)])
-def test_c01_each_module_in_a_group_of_its_own(text: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("text", "head"), [((3, 1, 0), (0, 1, 2, 3)), ((2,), (0, 1, 2, 3)), ((0, 1), (2, 1, 0))]
+)
+def test_c01_each_module_in_a_group_of_its_own(text: tuple[int, ...], head: tuple[int, ...]) -> None:
     """The two encoders and the head on three unlike groups that overlap, with AdamW, N=4."""
-    groups = {"pairs/image": (1, 0), "pairs/text": text, "pairs/head": (0, 1, 2, 3)}
+    groups = {"pairs/image": (1, 0), "pairs/text": text, "pairs/head": head}
     ours = forced_fit(
         lambda: image_text_model("adamw"), lambda: image_text([8, 3, 8]), 4, groups, max_steps=3
     )

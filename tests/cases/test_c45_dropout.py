@@ -27,15 +27,16 @@ ROWS, WIDTH = 4, 64
 
 
 class Masked(Part):
-    """Row i of the batch is ones in its own block: a block's gradient is the mask of that row."""
+    """Ones are dropped, and a row's own weights multiply what is left: their gradient is the row's mask."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(ROWS * WIDTH))
+        self.weights = nn.Embedding(ROWS, WIDTH)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(x * self.scale)
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        own = self.weights(ids)
+        return self.dropout(torch.ones_like(own)) * own
 
 
 class Drops(Small):
@@ -44,7 +45,7 @@ class Drops(Small):
         self.masked = Masked()
 
     def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
-        loss = self.masked(batch["x"]).sum()
+        loss = self.masked(batch["id"]).sum()
         self.log("loss", loss)
         return loss
 
@@ -52,11 +53,8 @@ class Drops(Small):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def blocks() -> Any:
-    samples = [{"x": torch.zeros(ROWS * WIDTH)} for _ in range(ROWS)]
-    for row, sample in enumerate(samples):
-        sample["x"][row * WIDTH : (row + 1) * WIDTH] = 1.0
-    return samples
+def numbered() -> list[Sample]:
+    return [{"id": torch.tensor(row)} for row in range(ROWS)]
 
 
 def masks(
@@ -65,7 +63,7 @@ def masks(
     """The masks [steps, rows, width] of each task's dropout, two steps."""
     ours = forced_fit(
         lambda: multi({t: Drops() for t in tasks}),
-        lambda: together(**{t: Given(blocks() * 2, [ROWS, ROWS]) for t in tasks}),
+        lambda: together(**{t: Given(numbered() * 2, [ROWS, ROWS]) for t in tasks}),
         devices,
         groups,
         max_steps=2,
@@ -75,8 +73,8 @@ def masks(
     found = []
     for task in tasks:
         holder = ours[groups[f"{task}/"][0]]
-        name = f"tasks.{task}.masked.scale"
-        found.append(torch.stack([s["gradients"][name].view(ROWS, WIDTH) for s in holder.steps]) / 2)
+        name = f"tasks.{task}.masked.weights.weight"
+        found.append(torch.stack([s["gradients"][name] for s in holder.steps]) / 2)
     return found
 
 
