@@ -29,7 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (minutes the first time)"
 	@$(PIP) --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) --constraint constraints.txt --editable '.[data,plots,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[data,plots,models,dev]'
+	@$(PIP) --no-deps "$$(grep '^timm==' constraints.txt)"  # torchvision's wheel does not fit a CPU build of torch
 	@touch $@
 
 train: $(STAMP) ## Train three tasks on four processes and on one, and compare (SHORT=1: a small model)

@@ -57,16 +57,22 @@ def settled(
     """
     own = next(path for path, m in step.model.named_modules() if m is step.module)
     closed: dict[str, str] = {}
-    while True:
+
+    def trace_now() -> StepTrace:
         trace = trace_without(closed)
         if layout is not None:
             read_from_batch(trace, leaves, layout)
+        return trace
+
+    while True:
+        trace = trace_now()
         checks = _varying(trace.graph)
         if layout is None:
             turned = [c for c in checks if _depends_on_batch(c)]
         else:
             turned = _turned_by_variants(step, trace, list(leaves), spec, layout, checks)
         if not turned:
+            _forget_flags(step, trace, trace_now)
             return trace
         found = {c.meta["module"]: f"it branches on sizes ({c.meta['line']})" for c in turned}
         for path in {"", own} & found.keys():
@@ -106,22 +112,55 @@ def _checks(graph: fx.Graph) -> list[fx.Node]:
 
 def _varying(graph: fx.Graph) -> list[fx.Node]:
     """The checks that not all batches pass alike, each once; others are taken out of the trace."""
-    seen: set[str] = set()
+    seen: set[int] = set()
+    numbers = _numbered(graph, {})
     for check in _checks(graph):
-        words = _words(check)
         varies = any(n.op == "placeholder" or n.target is patches.is_training for n in ancestors(check))
-        if not varies or words in seen:
+        if not varies or numbers[check] in seen:
             graph.erase_node(check)
-        seen.add(words)
+        seen.add(numbers[check])
     return _checks(graph)
 
 
-def _words(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return str(node.target)
-    arguments = node.args[:2] if node.target is patches.expect else (node.args, node.kwargs)
-    inputs = [_words(n) for n in node.all_input_nodes]
-    return f"{node.target} {fx.node.map_arg(arguments, lambda n: '%')} {inputs}"
+def _numbered(graph: fx.Graph, table: dict[str, int]) -> dict[fx.Node, int]:
+    """A number for each node, the same for nodes that compute the same."""
+    numbers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        arguments = node.args[:2] if node.target is patches.expect else (node.args, node.kwargs)
+        words = fx.node.map_arg(arguments, lambda n: f"%{numbers[n]}")
+        numbers[node] = table.setdefault(f"{node.op} {node.target} {words}", len(table))
+    return numbers
+
+
+def _forget_flags(step: Step, trace: StepTrace, trace_again: Callable[[], StepTrace]) -> None:
+    """Take out checks of train flags that decide nothing, as in ``self.training and self.layerdrop > 0``."""
+    for check in _checks(trace.graph):
+        flags = {n.args[0].target for n in ancestors(check) if n.target is patches.is_training}
+        for module in [step.model.get_submodule(str(path)) for path in flags]:
+            own = module.training
+            try:
+                vars(module)["training"] = not own
+                other = trace_again()
+            except Exception:
+                break
+            finally:
+                vars(module)["training"] = own
+            if not _same_effects(trace, other):
+                break
+        else:
+            if flags and not _depends_on_batch(check):
+                trace.graph.erase_node(check)
+
+
+def _same_effects(trace: StepTrace, other: StepTrace) -> bool:
+    """Whether two traces give the same results and call the same modules."""
+    table: dict[str, int] = {}
+    found = []
+    for one in (trace, other):
+        numbers = _numbered(one.graph, table)
+        effects = [n for n in one.graph.nodes if n.op == "call_module" or n.target is patches.update_metric]
+        found.append([numbers[n] for n in [*effects, *one.results.values()]])
+    return found[0] == found[1]
 
 
 # ------------------------------------------------------------------------------------------ variants

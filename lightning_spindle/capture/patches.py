@@ -265,6 +265,7 @@ class _ModelTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.tracer.shadowing:
             return func(*args, **kwargs)
+        _refuse_leaked((args, kwargs))
         name = getattr(func, "__name__", "")
         if name in ("__get__", "size", "dim", "numel", "__set__", "stride", "__hash__", "__repr__"):
             return func(*args, **kwargs)
@@ -284,6 +285,17 @@ class _ModelTensors(TorchFunctionMode):
                 return self.tracer.create_proxy("call_method", name, args, kwargs)
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _refuse_leaked(tree: Any) -> None:
+    """Values of shadow runs are for capture alone; only forward hooks let the user's code see them."""
+
+    def look(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_inference():
+            raise TraceError("a forward hook hands out values from inside an operator")
+        return value
+
+    fx.node.map_aggregate(tree, look)
 
 
 def _encoder_layers(

@@ -265,8 +265,6 @@ class StepTracer(fx.Tracer):
         if isinstance(a, torch.Tensor):
             if self.owns(a):
                 return self.fetch(a).node
-            if a.is_inference():
-                raise TraceError("a forward hook hands out values from inside an operator")
             if a.requires_grad:
                 raise TraceError("the step uses a tensor computed from parameters outside of the trace")
         return super().create_arg(a)
@@ -335,20 +333,23 @@ class StepTracer(fx.Tracer):
         What the user asserts holds on the example, else the user's own error ends the trace.
         """
         asserted = "shadow" in obj.node.meta and patches.is_asserted(sys._getframe(1))
-        if asserted or obj.node.meta.get("structural"):
-            return bool(obj.node.meta["shadow"])
-        if obj.node.meta.get("sized"):
-            return self._branch(obj, bool(obj.node.meta["shadow"]), patches.line_of(sys._getframe(1)))
-        return super().to_bool(obj)
+        if not (asserted or obj.node.meta.get("structural") or obj.node.meta.get("sized")):
+            return super().to_bool(obj)
+        self.shadowing = True
+        taken = bool(obj.node.meta["shadow"])
+        self.shadowing = False
+        if not asserted and not obj.node.meta.get("structural"):
+            self._hold(obj, taken, patches.line_of(sys._getframe(1)))
+        return taken
 
-    def _branch(self, condition: fx.Proxy, taken: bool, line: str) -> bool:
+    def _hold(self, condition: fx.Proxy, taken: bool, line: str) -> None:
+        """Have the condition checked on other batches."""
         message = (
             f"task {self.step.task!r}: the condition in {line} was {taken} when the step was taken apart, "
             f"and is {not taken} now: it depends on sizes of the batch, or on train and eval modes of modules"
         )
         check = self.create_proxy("call_function", patches.expect, (condition, taken, message), {})
         check.node.meta.update(module=self.inside[-1], line=line)
-        return taken
 
 
 class StepProxy(fx.Proxy):
