@@ -300,3 +300,23 @@ def keeps_activations(original: Function) -> Function:
 def leaves_sync_on(original: Function) -> Function:
     """``block_backward_sync`` blocks nothing: gradients are summed in every step of a window."""
     return lambda self: nullcontext()
+
+
+def stops_bisecting(original: Function) -> Function:
+    """The bisection for C* ends before its first step: an end of the interval is its answer."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "tolerance": 1e9})
+
+    return faulty
+
+
+def places_sequentially(original: Function) -> Function:
+    """Runs get the next devices in line, whatever their data and memory."""
+
+    def faulty(runs: Any, problem: Any, policy: Any = None) -> Any:
+        from lightning_spindle.planner.placement import Policy
+
+        return original(runs, problem, Policy.SEQUENTIAL)
+
+    return faulty

@@ -57,6 +57,7 @@ MESSAGES = "tests/cases/test_c12_c13_messages.py"
 AGREEMENT = "tests/cases/test_c19_c23_agreement.py"
 DROPOUT = "tests/cases/test_c45_dropout.py"
 KINDS = "tests/cases/test_kinds_of_tasks.py"
+PLANNER = "tests/planner"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -425,6 +426,84 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.strategy:SpindleStrategy.block_backward_sync",
         bodies.leaves_sync_on,
         ("tests/strategy/test_life_cycle.py::test_gradient_accumulation",),
+    ),
+    Fault(
+        "planner-bisection-returns-an-endpoint",
+        "lightning_spindle.planner.allocation:continuous_optimum",
+        bodies.stops_bisecting,
+        (
+            f"{PLANNER}/test_allocation.py::test_figure_5a_discretises_by_time",
+            f"{PLANNER}/test_allocation.py::test_theorem_1",
+        ),
+    ),
+    Fault(
+        "planner-rounding-dropped",
+        "lightning_spindle.planner.allocation:round_layers",
+        bodies.passes_through(0),
+        (f"{PLANNER}/test_allocation.py::test_rounding_keeps_10a_and_moves_less_than_a_layer",),
+    ),
+    Fault(
+        "planner-extension-skipped",
+        "lightning_spindle.planner.scheduling:extend_resources_if_needed",
+        bodies.passes_through(0),
+        (f"{PLANNER}/test_scheduling.py::test_idle_devices_go_to_the_most_remaining_time",),
+    ),
+    Fault(
+        "planner-stages-not-aligned",
+        "lightning_spindle.planner.scheduling:align_time_span",
+        bodies.passes_through(0),
+        (f"{PLANNER}/test_scheduling.py::test_longer_tuples_are_dissected_to_the_shortest",),
+    ),
+    Fault(
+        "planner-pins-ignored",
+        "lightning_spindle.planner.scheduling:_one_for_each_pin",
+        bodies.passes_through(0),
+        (f"{PLANNER}/test_scheduling.py::test_pinned_metaops_are_never_in_one_stage",),
+    ),
+    Fault(
+        "planner-memory-ignored",
+        "lightning_spindle.planner.memory:Memory.fitting",
+        bodies.passes_through(2),
+        (
+            f"{PLANNER}/test_placement.py::test_what_cannot_fit_is_refused_by_name",
+            f"{PLANNER}/test_placement.py::test_backtracking_when_memory_fails",
+        ),
+    ),
+    Fault(
+        "placement-sequential",
+        "lightning_spindle.planner.placement:place",
+        bodies.places_sequentially,
+        (
+            f"{PLANNER}/test_placement.py::test_transfers_against_sequential_placement",
+            f"{PLANNER}/test_placement.py::test_a_metaop_stays_where_it_was_and_its_consumer_comes_to_it",
+        ),
+    ),
+    Fault(
+        "placement-not-improved",
+        "lightning_spindle.planner.relabel:relabel",
+        bodies.passes_through(0),
+        (
+            f"{PLANNER}/test_placement.py::test_transfers_against_sequential_placement",
+            f"{PLANNER}/test_placement.py::test_relabelling_spreads_what_grows_over_islands",
+        ),
+    ),
+    Fault(
+        "shards-in-the-order-of-devices",
+        "lightning_spindle.planner.transfers:arranged",
+        bodies.changes_result(lambda group: tuple(sorted(group))),
+        (f"{PLANNER}/test_placement.py::test_a_group_keeps_its_rows_where_they_are",),
+    ),
+    Fault(
+        "planner-chosen-by-its-promise",
+        "lightning_spindle.planner.choice:Workload.iteration_ms",
+        lambda original: lambda self, plan: plan.makespan_ms,
+        (f"{PLANNER}/test_choice.py::test_the_plan_that_looks_shorter_loses_where_it_runs_longer",),
+    ),
+    Fault(
+        "level-barrier-not-told",
+        "lightning_spindle.planner.losses:without_transfers_ms",
+        lambda original: lambda runs, problem: 0.0,
+        (f"{PLANNER}/test_losses.py::test_level_barrier_is_seen",),
     ),
 )
 
