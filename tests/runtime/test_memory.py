@@ -18,7 +18,7 @@ from lightning_spindle.runtime.engine import Engine, Iteration
 from lightning_spindle.runtime.transport import ProcessGroupTransport
 from tests.runtime.test_engine import PLACEMENTS, RAGGED, WEIGHTS, build_engine, on_ranks
 from tests.support import handmade, toys
-from tests.support.fitting import spindle_fit
+from tests.support.fitting import metagraph_of, random_plan, spindle_fit
 
 
 class Followed(TorchDispatchMode):
@@ -210,10 +210,12 @@ class NoIteration(Callback):
 
 def test_a_fit_drops_each_iteration() -> None:
     """Neither the strategy nor what it gives to Lightning holds on to one: training and validation."""
+    plan = random_plan(metagraph_of(toys.model(), toys.data()), 2, seed=1)
     fits = spindle_fit(
         toys.model,
         toys.data,
         2,
+        strategy={"plan": plan},
         max_steps=2,
         accumulate_grad_batches=2,
         val_check_interval=2,
