@@ -231,6 +231,12 @@ FAULTS: tuple[Fault, ...] = (
         (f"{KINDS}::test_batch_norm_runs_whole_and_its_buffers_reach_validation",),
     ),
     Fault(
+        "unfrozen-parameters-not-noticed",
+        "lightning_spindle.runtime.engine:Engine._require_frozen",
+        bodies.does_nothing,
+        (f"{KINDS}::test_a_tower_unfrozen_in_the_fit_is_refused",),
+    ),
+    Fault(
         "written-buffers-unknown",
         "lightning_spindle.runtime.session:_written_buffers",
         bodies.returns({}),

@@ -141,6 +141,7 @@ class Engine:
         self._leaving = _by(program.edges, lambda e: e.source)
         self._result_values = {r.value for r in capture.graph.results}
         self._losses = {r.value: r for r in capture.graph.results if r.is_loss}
+        self._frozen = [n for n, p in parameters.items() if not p.requires_grad]
 
     @property
     def tasks(self) -> frozenset[str]:
@@ -154,6 +155,7 @@ class Engine:
             batches: every task's batch; a task that is missing or has no rows is idle.
             index: number of the iteration, for the operators' random numbers.
         """
+        self._require_frozen()
         self.marks.clear()
         signatures = {
             task: _signature(batch.leaves, self._capture.layouts[task])
@@ -187,6 +189,15 @@ class Engine:
         iteration.buckets.clear()
         iteration.runs.clear()
         iteration.received.clear()
+
+    def _require_frozen(self) -> None:
+        """Gradients only flow where the program, made at the start, has them flow."""
+        thawed = [n for n in self._frozen if self._parameters[n].requires_grad] if self._backwards else []
+        if thawed:
+            raise ValueError(
+                f"parameters were frozen when the fit began and are not any more: {', '.join(thawed)}. "
+                f"Spindle decides at the start which gradients go between ranks; unfreeze between two fits"
+            )
 
     def _execute(
         self,
