@@ -3,77 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from lightning_spindle import MultiTaskDataModule, MultiTaskModule
 from lightning_spindle.capture import CaptureWarning
-from tests.support import library
-from tests.support.fitting import assert_same_fit, metagraph_of, placed, plain_fit, spindle_fit
-from tests.support.library import MODELS, WIDTH, Batch, Classify
+from tests.support.fitting import assert_same_fit, metagraph_of, plain_fit, spindle_fit
+from tests.support.library import MODELS, WIDTH, Classify
+from tests.support.library_fits import Batches, both_fits
 
 
-class Batches(LightningDataModule):
-    """Batches of 6, 5 and 3 rows, of lengths 6, 4 and 7 where the model takes unlike lengths."""
-
-    def __init__(self, of: library.Model) -> None:
-        super().__init__()
-        self.of = of
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        rows = (6, 5, 3)
-        lengths = (6, 4, 7) if self.of.lengths else (6, 6, 6)
-        samples = [s for r, n in zip(rows, lengths, strict=True) for s in split(self.of.batch(r, n), r)]
-        batches = [list(range(0, 6)), list(range(6, 11)), list(range(11, 14))]
-        return DataLoader(samples, batch_sampler=batches, collate_fn=padded)  # type: ignore[arg-type]
-
-
-def split(batch: Batch, rows: int) -> list[Batch]:
-    """Samples, in torch's usual types: Lightning makes them the model's."""
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
-    return [{k: v[i] for k, v in given.items()} for i in range(rows)]
-
-
-def padded(samples: Sequence[Batch]) -> Batch:
-    """To the longest of the batch, with zeros: also in the masks."""
-    return {
-        k: pad_sequence([s[k] for s in samples], batch_first=True)
-        if samples[0][k].dim()
-        else torch.stack([s[k] for s in samples])
-        for k in samples[0]
-    }
-
-
-def model_of(**names: str) -> MultiTaskModule:
-    torch.manual_seed(0)
-    return MultiTaskModule({task: MODELS[name].task() for task, name in names.items()})
-
-
-def data_of(**names: str) -> MultiTaskDataModule:
-    return MultiTaskDataModule({task: Batches(MODELS[name]) for task, name in names.items()})
-
-
-def assert_parity(devices: int = 2, **names: str) -> None:
-    """Three steps with operators of each task spread over the ranks: each on another, then split over all."""
-
-    def model() -> MultiTaskModule:
-        return model_of(**names)
-
-    def data() -> MultiTaskDataModule:
-        return data_of(**names)
-
-    graph = metagraph_of(model(), data())
-    at = {m.name: i for i, m in enumerate(graph.metaops)}
-    plan = placed(graph, devices, lambda name: (at[name] % devices,) if at[name] % 3 else (1, 0))
-    reference = plain_fit(model, data, max_steps=3)
-    assert_same_fit(spindle_fit(model, data, devices, strategy={"plan": plan}, max_steps=3), reference)
+def assert_parity(**names: str) -> None:
+    """Three steps of the models as tasks, spread over two ranks."""
+    ours, reference = both_fits(**names)
+    assert_same_fit(ours, reference)
 
 
 def test_c20_bert_with_and_without_a_mask_and_vit() -> None:

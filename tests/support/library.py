@@ -64,9 +64,13 @@ class Model:
 
 def require(*libraries: str) -> None:
     """Skip the test where one of the libraries is missing."""
-    for name in libraries:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}, which `make setup` installs")
+    if not find_libraries(*libraries):
+        pytest.skip(f"needs {' and '.join(libraries)}, which `make setup` installs")
+
+
+def find_libraries(*names: str) -> bool:
+    """Whether all of them are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 # ------------------------------------------------------------------------------------------ batches
