@@ -478,7 +478,7 @@ FAULTS: tuple[Fault, ...] = (
         bodies.places_sequentially,
         (
             f"{PLANNER}/test_placement.py::test_transfers_against_sequential_placement",
-            f"{PLANNER}/test_placement.py::test_shared_parameters_are_placed_together",
+            f"{PLANNER}/test_placement.py::test_memory_is_balanced_where_communication_is_equal",
         ),
     ),
     Fault(
@@ -487,14 +487,14 @@ FAULTS: tuple[Fault, ...] = (
         bodies.passes_through(0),
         (
             f"{PLANNER}/test_placement.py::test_transfers_against_sequential_placement",
-            f"{PLANNER}/test_placement.py::test_relabelling_spreads_what_grows_over_islands",
+            f"{PLANNER}/test_relabel.py::test_relabelling_spreads_what_grows_over_islands",
         ),
     ),
     Fault(
         "shards-in-the-order-of-devices",
         "lightning_spindle.planner.transfers:arranged",
         bodies.changes_result(lambda group: tuple(sorted(group))),
-        (f"{PLANNER}/test_placement.py::test_a_group_keeps_its_rows_where_they_are",),
+        (f"{PLANNER}/test_relabel.py::test_a_group_keeps_its_rows_where_they_are",),
     ),
     Fault(
         "planner-chosen-by-its-promise",
