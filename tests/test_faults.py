@@ -8,7 +8,7 @@ import pytest
 
 from tests import faults
 from tests.fault_bodies import changes_result, does_nothing, passes_through, returns
-from tests.faults import FAULTS, ROOT, Fault, apply_fault, judge
+from tests.faults import FAULTS, OURS, ROOT, Fault, apply_fault, judge
 
 VICTIM = """
 def double(x):
@@ -69,7 +69,7 @@ def test_an_unknown_fault_is_refused() -> None:
 def test_every_fault_names_a_function_of_ours_and_tests_that_exist() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
-        assert fault.target.startswith("lightning_spindle"), fault
+        assert fault.target.startswith(OURS), fault
         assert fault.tests, fault
         for test in fault.tests:
             file, _, function = test.partition("::")
