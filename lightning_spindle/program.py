@@ -336,7 +336,7 @@ def lower(
     order.append(Instruction(Kind.EXCHANGE))
     buckets: tuple[Bucket, ...] = ()
     if trainable is not None:
-        used = _users(runs, graph, trains.intersection(held))
+        used = _users(runs, graph, trains.intersection(held).intersection(graph.parameter_map()))
         buckets = _buckets(used, held, graph, bucket_bytes)
         order += _backward_order(runs, edges, buckets)
     return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))

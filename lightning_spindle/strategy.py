@@ -31,9 +31,10 @@ from lightning_spindle.runtime import checks, feeding, planning
 from lightning_spindle.runtime.failures import Failures, default_failures
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import broadcast_object, meet, require_agreement
+from lightning_spindle.runtime.outcome import Outcome, outcome_of
 from lightning_spindle.runtime.recording import Recording
-from lightning_spindle.runtime.replay import keep_metrics_local, replay_logs, restore_metrics, task_losses
-from lightning_spindle.runtime.session import TRAIN, Session, Step, build_session
+from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
+from lightning_spindle.runtime.session import TRAIN, Session, build_session
 from lightning_spindle.runtime.state import LocalisedOptimizer
 from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport, world_transport
 
@@ -99,7 +100,7 @@ class SpindleStrategy(ParallelStrategy):
         self._localised: dict[int, LocalisedOptimizer] = {}
         self._metrics: Mapping[str, object] = {}
         self._sync = True
-        self._root: torch.Tensor | None = None
+        self._outcome: Outcome | None = None
         self._iteration: Any = None
         self._timeline = timeline
         self._recording: Recording | None = None
@@ -267,19 +268,10 @@ class SpindleStrategy(ParallelStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All tasks' forwards; what it returns seeds the engine's backward."""
-        step, iteration = self._forward(
+        self._outcome, self._iteration = self._forward(
             TRAIN, batch, args, kwargs, self.precision_plugin.train_step_context()
         )
-        self._iteration = iteration
-        losses = task_losses(self.lightning_module, iteration)
-        replay_logs(self.lightning_module, step.capture, iteration)
-        if not losses:
-            self._root = None
-            return None
-        weights = self.lightning_module.weights
-        total = torch.stack([weights[task] * loss for task, loss in losses.items()]).sum()
-        self._root = total.detach().requires_grad_()
-        return {"loss": self._root, "tasks": {task: {"loss": loss} for task, loss in losses.items()}}
+        return self._outcome.output
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(
@@ -294,18 +286,17 @@ class SpindleStrategy(ParallelStrategy):
             "SpindleStrategy does not predict yet: load the checkpoint under another strategy to predict"
         )
 
-    def _evaluate(self, name: str, batch: Any, args: Any, kwargs: Any, context: Any) -> dict[str, Any]:
-        step, iteration = self._forward(name, batch, args, kwargs, context)
-        replay_logs(self.lightning_module, step.capture, iteration)
-        return {}
+    def _evaluate(self, name: str, batch: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        return self._forward(name, batch, args, kwargs, context)[0].output
 
     def _forward(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any
-    ) -> tuple[Step, Any]:
+    ) -> tuple[Outcome, Any]:
         assert self._session is not None
         step = self._session.steps[name]
-        batches = feeding.task_batches(batch, step.capture.layouts, self.lightning_module.tasks)
         batch_idx = kwargs.get("batch_idx", args[0] if args else 0)
+        dataloader_idx = kwargs.get("dataloader_idx", args[1] if len(args) > 1 else 0)
+        batches, active = feeding.step_batches(self.lightning_module, step, batch, dataloader_idx)
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         if batch_idx == 0:
             length = feeding.epoch_length(self.lightning_module.trainer)
@@ -313,7 +304,9 @@ class SpindleStrategy(ParallelStrategy):
                 batches, list(step.capture.layouts), length, self._transport, self.root_device
             )
         with context or nullcontext():
-            return step, step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
+            iteration = step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
+            model, device, seed = self.lightning_module, self.root_device, step.engine.seed
+            return outcome_of(model, step, iteration, active, device, seed), iteration
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base method with the engine's backward and gradient sync where autograd's would end."""
@@ -327,15 +320,10 @@ class SpindleStrategy(ParallelStrategy):
 
     def _engine_backward(self) -> None:
         assert self._session is not None
-        assert self._root is not None
-        seed = self._root.grad
-        if seed is None:
-            raise RuntimeError(
-                "the loss that training_step returned was not part of the backward; return it unchanged"
-            )
-        seeds = {task: weight * seed for task, weight in self.lightning_module.weights.items()}
+        assert self._outcome is not None
+        seeds = self._outcome.seeds()
         self._session.steps[TRAIN].engine.backward(self._iteration, seeds, sync=self._sync)
-        self._root = self._iteration = None
+        self._outcome = self._iteration = None
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -354,6 +342,10 @@ class SpindleStrategy(ParallelStrategy):
 
     # --------------------------------------------------------------- checkpoints
 
+    def _meet(self, what: str) -> None:
+        with nullcontext() if self._failures is None else self._failures.calling(what):
+            meet(what, self._transport, self.root_device)
+
     @property
     def _interrupted(self) -> bool:
         """Whether this rank has failed: others may be gone, and nothing collective can work."""
@@ -367,7 +359,7 @@ class SpindleStrategy(ParallelStrategy):
             return {}
         if self._session is None:
             return super().lightning_module_state_dict()
-        meet("saving a checkpoint", self._transport, self.root_device)
+        self._meet("saving a checkpoint")
         return self._session.state.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -400,7 +392,7 @@ class SpindleStrategy(ParallelStrategy):
         if self._session is None:
             yield self.lightning_module
             return
-        meet("strategy.full_model()", self._transport, self.root_device)
+        self._meet("strategy.full_model()")
         self._session.state.consolidate()
         try:
             yield self.lightning_module

@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from lightning_spindle.capture.apart import mode, take_apart, traced, verify, warn_of_opaque
+from lightning_spindle.capture.arrangement import Arrangement
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.coarse import coarse_parts
 from lightning_spindle.capture.errors import StepOutputError, reason_of
+from lightning_spindle.capture.joint import Joint
 from lightning_spindle.capture.layout import flatten
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
 from lightning_spindle.capture.tracer import Step
@@ -32,6 +34,7 @@ def capture(
     layouts: Mapping[str, BatchLayout],
     *,
     operators: tuple[type[nn.Module], ...] = (),
+    arrangement: Arrangement | None = None,
 ) -> Capture:
     """The operators of ``step`` of every task that has a batch and the step.
 
@@ -41,15 +44,19 @@ def capture(
     operator, with a ``CaptureWarning``.
 
     Args:
-        model: a ``MultiTaskModule``, on the device of the batches.
+        model: a ``MultiTaskModule``, on the device of the batches; or any LightningModule, whose step
+            takes the batches as ``arrangement`` says.
         step: "training_step", "validation_step" or "test_step".
         batches: an example batch for each task.
         layouts: where they hold their rows (``batch_layout``).
         operators: classes whose instances are operators, beside repeated layers.
+        arrangement: of a module that is no ``MultiTaskModule``.
 
     Raises:
         ValueError: a step returns what cannot be gathered, or a coarse step logs a Metric.
     """
+    if arrangement is not None:
+        return _of_module(model, step, batches, layouts, operators, arrangement)
     parts: dict[str, Parts] = {}
     logs: list[LogCall] = []
     coarse: dict[str, str] = {}
@@ -70,6 +77,28 @@ def capture(
     graph = _graph(model, layouts, batches, parts)
     pieces: dict[str, Piece] = {name: piece for part in parts.values() for name, piece in part.pieces.items()}
     return Capture(graph, pieces, {t: layouts[t] for t in parts}, tuple(logs), coarse)
+
+
+def _of_module(
+    model: nn.Module,
+    step: str,
+    batches: Mapping[str, Any],
+    layouts: Mapping[str, BatchLayout],
+    operators: tuple[type[nn.Module], ...],
+    arrangement: Arrangement,
+) -> Capture:
+    with _LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
+        joint = Joint(model, step, batches, layouts, arrangement, operators)
+    graph = _graph(model, joint.layouts, joint.batches, joint.parts)
+    return Capture(
+        graph,
+        {name: piece for part in joint.parts.values() for name, piece in part.pieces.items()},
+        {task: joint.layouts[task] for task in joint.parts},
+        coarse=joint.coarse,
+        arrangement=arrangement,
+        totals=joint.totals,
+        refused=joint.refused,
+    )
 
 
 def _take_apart(

@@ -169,3 +169,12 @@ class Capture:
     arrangement: Arrangement | None = None
     totals: Mapping[frozenset[str], Total] = field(default_factory=dict)
     refused: Mapping[frozenset[str], str] = field(default_factory=dict)
+
+    def batches(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Example batches by the tasks of this step."""
+        if self.arrangement is None:
+            return dict(given)
+        everything = frozenset(self.arrangement.names)
+        return {
+            t: given[t] if t in given else self.arrangement.joined(given, everything) for t in self.layouts
+        }

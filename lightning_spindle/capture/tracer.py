@@ -198,7 +198,7 @@ class StepTracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """A node for an operator; else the call is traced through, or becomes a node where that fails."""
-        if self.shadowing:
+        if self.shadowing or m is self.step.model:
             return forward(*args, **kwargs)
         if not _has_state(m) and (m not in self.submodule_paths or not _has_proxies((args, kwargs))):
             return forward(*args, **kwargs)

@@ -37,18 +37,14 @@ def require_devices(accelerator: Any) -> None:
 
 def require_supported(trainer: Any, model: LightningModule, world_size: int) -> None:
     """Raises ValueError, naming the feature, for what would be silently different."""
-    if not isinstance(model, MultiTaskModule):
-        raise ValueError(
-            f"SpindleStrategy trains a MultiTaskModule, not a {type(model).__name__}: wrap the tasks, "
-            f"MultiTaskModule({{'name': task, ...}})"
-        )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to train or place")
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise NotImplementedError(
             "SpindleStrategy does not predict yet: load the checkpoint under another strategy to predict"
         )
-    manual = [name for name, task in model.tasks.items() if not task.automatic_optimization]
+    tasks = model.tasks.items() if isinstance(model, MultiTaskModule) else ()
+    manual = [name for name, task in tasks if not task.automatic_optimization]
     if manual or not model.automatic_optimization:
         raise ValueError(
             f"SpindleStrategy needs automatic optimization, and does not support manual optimization"

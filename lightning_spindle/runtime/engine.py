@@ -130,7 +130,7 @@ class Engine:
         self._parameters = parameters
         self._transport = transport
         self._device = device
-        self._seed = seed
+        self.seed = seed
         self._values = capture.graph.value_map()
         self._messenger = Messenger(transport, device)
         order = program.rank(transport.rank)
@@ -175,7 +175,8 @@ class Engine:
         """All backwards; gradients are added to the parameters' ``grad``.
 
         Args:
-            seeds: derivative of what is minimised by each task's loss.
+            seeds: derivative of what is minimised by each loss: by the name of the loss's value, or
+                by task for all losses of the task.
             sync: sum gradients over their holders; False inside an accumulation window.
         """
         for instruction in self._backwards:
@@ -262,7 +263,7 @@ class Engine:
                 else iteration.batch_idx
                 for s in piece.sources
             ]
-            with operator_randomness(self._device, self._seed, iteration.index, name, rows[0]):
+            with operator_randomness(self._device, self.seed, iteration.index, name, rows[0]):
                 outputs = self._callables[name](*arguments)
             if name in self._capture.coarse:
                 loss, iteration.logs[name] = outputs
@@ -386,9 +387,11 @@ class Engine:
                 gradients.append(summed(output, self._values[name], state.rows, parts))
         for name, output in state.results.items():
             if name in self._losses and output is not None and output.requires_grad:
-                share = self._share(self._losses[name], run, state.rows, iteration)
-                roots.append(output)
-                gradients.append(torch.ones_like(output) * (seeds[run.task] * share))
+                seed = seeds.get(name, seeds.get(run.task))
+                if seed is not None:
+                    share = self._share(self._losses[name], run, state.rows, iteration)
+                    roots.append(output)
+                    gradients.append(torch.ones_like(output) * (seed * share))
         self._lap(instruction, Category.WAIT)
         if roots:
             torch.autograd.backward(roots, gradients)

@@ -13,9 +13,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_spindle.capture import batch_layout, flatten
 from lightning_spindle.capture.layout import require_like_example
 from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.module import MultiTaskModule
+from lightning_spindle.runtime import arranging
 from lightning_spindle.runtime.engine import TaskBatch
 from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
-from lightning_spindle.runtime.session import TRAIN, Session, StepExample
+from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
 
 # A task that overrides one of these sees its batches, so that every rank must have them.
 _BATCH_HOOKS = (
@@ -47,6 +49,9 @@ def examples(trainer: Any, strategy: Any) -> dict[str, StepExample]:
         combined = _request_dataloader(source)
         if step != TRAIN and isinstance(combined, list) and not combined:
             continue
+        if not isinstance(trainer.lightning_module, MultiTaskModule):
+            found[step] = arranging.example_of(trainer, strategy, step, combined)
+            continue
         overriding = tasks_with(trainer.lightning_module, step)
         found[step] = _example(trainer, strategy, step, combined, overriding)
     return found
@@ -69,7 +74,9 @@ def _steps(trainer: Any) -> dict[str, Any]:
 
 
 def tasks_with(model: Any, step: str) -> set[str]:
-    """Tasks that have the step."""
+    """Tasks that have the step; of another module than a ``MultiTaskModule``, its class's name."""
+    if not isinstance(model, MultiTaskModule):
+        return {type(model).__name__} if is_overridden(step, model, LightningModule) else set()
     return {
         name
         for name, task in model.tasks.items()
@@ -144,6 +151,24 @@ def task_batches(
     return found
 
 
+def step_batches(
+    model: LightningModule, step: Step, batch: Any, dataloader_idx: int
+) -> tuple[dict[str, TaskBatch], frozenset[str]]:
+    """A step's batches as the engine takes them, and the tasks (loaders) that have one.
+
+    Raises:
+        ValueError: a batch that the step was not captured for.
+    """
+    captured = step.capture
+    if captured.arrangement is None:
+        assert isinstance(model, MultiTaskModule)
+        batches = task_batches(batch, captured.layouts, model.tasks)
+        return batches, frozenset(batches)
+    own = arranging.parted(captured, batch, dataloader_idx)
+    active = frozenset(captured.arrangement.parted(batch, dataloader_idx))
+    return task_batches(own, captured.layouts, captured.layouts), active
+
+
 def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
     """Whether this rank needs the samples of a loader.
 
@@ -154,19 +179,24 @@ def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
         return True
     for step, loop in _steps(trainer).items():
         combined = loop._combined_loader
-        if combined is None or not isinstance(combined.iterables, Mapping):
+        if combined is None:
             continue
-        for task, candidate in combined.iterables.items():
+        for name, candidate in arranging.loaders_of(combined.iterables).items():
+            if candidate is loader and step in session.steps:
+                captured = session.steps[step].capture
+                if captured.arrangement is None:
+                    return name in session.steps[step].engine.tasks
+                task = arranging.task_of(captured, name)
+                return task in session.steps[step].engine.tasks or arranging.guess_needs(captured, name)
             if candidate is loader:
-                return step in session.steps and task in session.steps[step].engine.tasks
+                return False
     return True
 
 
 def _batches_are_seen(trainer: Any) -> bool:
     model = trainer.lightning_module
-    if any(
-        is_overridden(hook, task, LightningModule) for task in model.tasks.values() for hook in _BATCH_HOOKS
-    ):
+    modules = model.tasks.values() if isinstance(model, MultiTaskModule) else [model]
+    if any(is_overridden(hook, module, LightningModule) for module in modules for hook in _BATCH_HOOKS):
         return True
     datamodules = getattr(trainer.datamodule, "datamodules", {})
     sources = (

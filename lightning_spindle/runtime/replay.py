@@ -12,6 +12,9 @@ from torchmetrics import Metric
 from lightning_spindle.capture.pieces import Capture
 from lightning_spindle.runtime.engine import Iteration
 
+LOCAL_OPTIONS = ("sync_dist", "sync_dist_group", "metric_attribute")
+"""Options of ``self.log`` that say nothing here: values are global already, metrics are found by name."""
+
 
 def task_losses(model: LightningModule, iteration: Iteration) -> dict[str, torch.Tensor]:
     """Task to its loss on the whole batch, in the order of the tasks; idle tasks are absent."""
@@ -47,7 +50,7 @@ def _log(
     batch = iteration.batches.get(task)
     if batch is None or batch.rows == 0:
         return
-    kept = {k: v for k, v in options.items() if k not in ("sync_dist", "sync_dist_group", "metric_attribute")}
+    kept = {k: v for k, v in options.items() if k not in LOCAL_OPTIONS}
     model.log(f"{task}/{key}", value, **{**kept, "batch_size": kept.get("batch_size") or batch.rows})
 
 

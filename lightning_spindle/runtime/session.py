@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_spindle.capture import capture
-from lightning_spindle.capture.pieces import BatchLayout, Capture
+from lightning_spindle.capture.arrangement import Arrangement
+from lightning_spindle.capture.pieces import BatchLayout, Capture, Total
 from lightning_spindle.costs import Costs
 from lightning_spindle.graph import MetaGraph, OperatorGraph
 from lightning_spindle.plan import ExecutionPlan
@@ -27,19 +28,37 @@ TRAIN = "training_step"
 
 @dataclass(frozen=True, slots=True)
 class StepExample:
-    """Example batches of a step on the device, by task, and how each is taken apart."""
+    """Example batches of a step on the device, by task, and how each is taken apart.
+
+    ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``.
+    """
 
     batches: Mapping[str, Any]
     layouts: Mapping[str, BatchLayout]
+    arrangement: Arrangement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TotalRun:
+    """A total, built.
+
+    ``foreign`` are parameters of the total whose gradients are summed over ranks, though every
+    rank's total computes the same: another rank's is the one that counts.
+    """
+
+    total: Total
+    function: Callable[..., tuple[Any, ...]]
+    foreign: tuple[nn.Parameter, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that this rank can run."""
+    """A step that this rank can run; ``totals`` by the tasks that a batch holds."""
 
     capture: Capture
     program: Program
     engine: Engine
+    totals: Mapping[frozenset[str], TotalRun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +103,14 @@ def build_session(
     require_agreement("the model", _outline(model), transport, device)
     broadcast_tensors([*model.parameters(), *model.buffers()], transport)
     captures = {
-        step: capture(model, step, example.batches, example.layouts, operators=operators)
+        step: capture(
+            model,
+            step,
+            example.batches,
+            example.layouts,
+            operators=operators,
+            arrangement=example.arrangement,
+        )
         for step, example in examples.items()
     }
     require_agreement("the captured graph", "\n".join(map(_lines, captures.values())), transport, device)
@@ -92,11 +118,14 @@ def build_session(
     planned, metagraph = None, None
     if trained is not None:
         metagraph = contract(trained.graph)
-        planned = planning(model, trained, metagraph, examples[TRAIN].batches)
+        planned = planning(model, trained, metagraph, trained.batches(examples[TRAIN].batches))
         require_agreement("the plan", planned.plan.to_json(), transport, device)
         _require_fit(planned.plan, metagraph, transport.size)
     placed = _place(captures, planned.plan if planned else None, metagraph, transport.size)
     held = holders([(placed[step], captures[step].graph) for step in captures])
+    everyone = tuple(range(transport.size))
+    joining = {p for c in captures.values() for total in c.totals.values() for p in total.parameters}
+    held |= {p: everyone for p in joining if p in held}
     programs = {
         step: lower(
             placed[step],
@@ -115,10 +144,23 @@ def build_session(
     state = LocalisedModel(model, held, written, transport, device)
     mine = {n: p for n, p in model.named_parameters() if state.holds(n)}
     steps = {
-        step: Step(c, programs[step], _engine(programs[step], c, mine, transport, device, seed))
+        step: Step(
+            c,
+            programs[step],
+            _engine(programs[step], c, mine, transport, device, seed),
+            {a: _total_run(total, programs[step], mine, transport) for a, total in c.totals.items()},
+        )
         for step, c in captures.items()
     }
     return Session(planned, state, steps)
+
+
+def _total_run(
+    total: Total, program: Program, parameters: Mapping[str, nn.Parameter], transport: Transport
+) -> TotalRun:
+    counting = {name: bucket.devices[0] for bucket in program.buckets for name in bucket.parameters}
+    foreign = [p for p in total.parameters if counting.get(p, transport.rank) != transport.rank]
+    return TotalRun(total, total.build(), tuple(parameters[p] for p in foreign))
 
 
 def _engine(
@@ -182,6 +224,9 @@ def _lines(captured: Capture) -> str:
     return "\n".join(
         repr(part)
         for part in (*graph.operators, *graph.values, *graph.parameters, *graph.results, graph.rows)
+    ) + "".join(
+        f"\n{sorted(active)} {total.sources} {total.outputs} {total.parameters}"
+        for active, total in captured.totals.items()
     )
 
 

@@ -1,0 +1,274 @@
+"""The trace of a step over several tasks' batches, cut into each task's own nodes and what joins them.
+
+Words: a node *belongs* to the tasks whose leaves it depends on. Nodes of one task are that task's; nodes of
+several are *joint*, and run on every rank alike, from scalars. So is arithmetic on the scalars of one task
+that only the step's results need: a root of a mean, or a sum divided by a count, can be computed from the
+whole batch's scalars, not from a shard's. A *part* is a task's scalar that a joint node reads. Nodes of no
+task (parameters, constants) are copied to whoever needs them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from lightning_spindle.capture import patches
+from lightning_spindle.capture.blocks import is_metric
+from lightning_spindle.capture.errors import TraceError
+from lightning_spindle.capture.measure import Measured
+from lightning_spindle.capture.pieces import BatchLayout, RowsRef
+from lightning_spindle.capture.tracer import StepTrace
+
+_LIGHT = 4096  # parameters of so many elements are held by every rank for the sake of a joint node
+_ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.neg,
+    operator.iadd, operator.imul, operator.isub, max, min, int, float,
+}  # fmt: skip
+
+
+@dataclass
+class Cut:
+    """A trace that is cut.
+
+    Args:
+        trace: over the leaves of all tasks.
+        owners: the task of each leaf.
+        tasks: the tasks that are there, in order.
+        layouts: of the tasks' batches.
+        measured: the nodes on the whole example.
+
+    Raises:
+        TraceError: the batch size of a logged value is no number of rows.
+    """
+
+    trace: StepTrace
+    owners: Sequence[str]
+    tasks: Sequence[str]
+    layouts: Mapping[str, BatchLayout]
+    measured: Mapping[fx.Node, Measured]
+    belongs: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    """What a node computes, equal in traces of the same step for other sets of tasks."""
+    rows: dict[fx.Node, RowsRef] = field(default_factory=dict)
+    """Nodes that ask for a task's number of rows."""
+    joint: list[fx.Node] = field(default_factory=list)
+    """Nodes that run on every rank, in order; with copies of what belongs to no task."""
+    parts: dict[fx.Node, str] = field(default_factory=dict)
+    """Parts, with their tasks."""
+    log_rows: dict[str, RowsRef] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._place = {leaf: i for i, leaf in enumerate(self.trace.leaves) if leaf is not None}
+        self._first = {task: list(self.owners).index(task) for task in self.tasks}
+        self._named = {n for n, _ in self.trace.holder.named_parameters(remove_duplicate=False)}
+        self._weights: dict[fx.Node, frozenset[str]] = {}
+        seen: dict[str, int] = {}
+        for node in self.trace.graph.nodes:
+            inputs = node.all_input_nodes
+            own = [self.owners[self._place[node]]] if node in self._place else []
+            self.belongs[node] = frozenset(own).union(*(self.belongs[n] for n in inputs))
+            self._weights[node] = frozenset(self._parameters(node)).union(*(self._weights[n] for n in inputs))
+            name = self._name(node)
+            seen[name] = seen.get(name, 0) + 1
+            self.names[node] = f"{name}#{seen[name]}"
+            rows = self._rows(node)
+            if rows is not None:
+                self.rows[node] = rows
+        self._collect()
+        for key, node in self.trace.sizes.items():
+            if node not in self.rows:
+                raise TraceError(f"the batch_size of self.log({key!r}) is no number of rows")
+            self.log_rows[key] = self.rows[node]
+
+    # ------------------------------------------------------------------------------------- what joins
+    def _collect(self) -> None:
+        outputs = list(self.trace.results.values())
+        wanted = {n for n in self.trace.graph.nodes if len(self.belongs[n]) > 1 and n.op != "output"}
+        wanted |= {n for n in outputs if not self.belongs[n] or self._is_glue(n)}
+        self.parts = {n: self._task(n) for n in outputs if n not in wanted}
+        stack, joint = list(wanted), set(wanted)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in joint or node in self.rows or node is self.trace.batch_idx:
+                    continue
+                if self._is_part(node):
+                    self.parts[node] = self._task(node)
+                else:
+                    joint.add(node)
+                    stack.append(node)
+        self.joint = [n for n in self.trace.graph.nodes if n in joint]
+        self.parts = {n: self.parts[n] for n in self.trace.graph.nodes if n in self.parts}
+
+    def _is_part(self, node: fx.Node) -> bool:
+        if len(self.belongs[node]) == 1:
+            return not self._counts(node) and not self._is_glue(node)
+        return not self.belongs[node] and node.op != "get_attr" and self._is_heavy(node)
+
+    def _is_glue(self, node: fx.Node) -> bool:
+        """Arithmetic on scalars of one task."""
+        scalars = [n for n in node.all_input_nodes if self.belongs[n]]
+        return (
+            node.op in ("call_function", "call_method")
+            and node.target is not patches.update_metric
+            and self._is_scalar(node)
+            and bool(scalars)
+            and all(self._is_scalar(n) and n.op != "placeholder" for n in scalars)
+        )
+
+    def _is_scalar(self, node: fx.Node) -> bool:
+        measured = self.measured[node]
+        return measured.shape in ((), None) and not measured.structured
+
+    def _task(self, node: fx.Node) -> str:
+        return next(iter(self.belongs[node]), self.tasks[0])
+
+    def _is_heavy(self, node: fx.Node) -> bool:
+        holder = self.trace.holder
+        return sum(holder.get_parameter(name).numel() for name in self._weights[node]) > _LIGHT
+
+    def _counts(self, node: fx.Node) -> bool:
+        """Arithmetic on numbers of rows."""
+        inputs = node.all_input_nodes
+        return (
+            node.target in _ARITHMETIC
+            and bool(inputs)
+            and all(n in self.rows or self._counts(n) for n in inputs)
+        )
+
+    def _rows(self, node: fx.Node) -> RowsRef | None:
+        if node.target is patches.length:
+            leaf, dim = node.args[0], 0
+        elif node.op == "call_method" and node.target == "size" and len(node.args) == 2:
+            leaf, dim = node.args
+        elif node.target is operator.getitem and _is_shape(node.args[0]):
+            leaf, dim = node.args[0].args[0], node.args[1]
+        else:
+            return None
+        if leaf not in self._place:
+            return None
+        place = self._place[leaf]
+        task = self.owners[place]
+        layout = self.layouts[task].leaves[place - self._first[task]]
+        return RowsRef(task, layout.per_row) if layout.dim is not None and layout.dim == dim else None
+
+    # ------------------------------------------------------------------------------------- names
+    def _name(self, node: fx.Node) -> str:
+        if node in self._place:
+            task = self.owners[self._place[node]]
+            return f"leaf {task} {self._place[node] - self._first[task]}"
+        if node.op == "get_attr":
+            value: object = self.trace.holder
+            for atom in str(node.target).split("."):
+                value = getattr(value, atom)
+            if "." not in str(node.target) and isinstance(value, torch.Tensor) and self._is_constant(node):
+                return f"constant {value.tolist()}"
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(self.names[n]))
+        target = node.target if isinstance(node.target, str) else _function(node.target)
+        return str(hash((node.op, target, repr(arguments), node.meta.get("grad", True))))
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        holder = self.trace.holder
+        return node.target not in holder._parameters and node.target not in holder._buffers
+
+    def _parameters(self, node: fx.Node) -> list[str]:
+        if node.op == "call_module":
+            module = self.module(node)
+            assert module is not None
+            return [f"{node.target}.{name}" for name, _ in module.named_parameters()]
+        return [str(node.target)] if node.op == "get_attr" and node.target in self._named else []
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that ``node`` calls."""
+        return self.trace.holder.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def effects(self, task: str) -> set[str]:
+        """Names of nodes of a task that may change the model: metrics, and modules with buffers."""
+        found = set()
+        for node in self.trace.graph.nodes:
+            module = self.module(node)
+            if (
+                self._task(node) == task
+                and len(self.belongs[node]) < 2
+                and (
+                    node.target is patches.update_metric
+                    or (
+                        module is not None and (is_metric(module) or next(module.buffers(), None) is not None)
+                    )
+                )
+            ):
+                found.add(self.names[node])
+        return found
+
+    # ------------------------------------------------------------------------------------- a task's trace
+    def of_task(self, task: str, results: Mapping[str, fx.Node]) -> tuple[StepTrace, dict[fx.Node, fx.Node]]:
+        """The trace of a task alone, which gives ``results``, and the copy of each node in it.
+
+        The first task has the nodes of no task that change the model.
+        """
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        wanted = self._wanted(task, set(results.values()), spare=task == self.tasks[0])
+        for node in self.trace.graph.nodes:
+            if node in wanted:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        given = {}
+        for key, node in results.items():
+            if node.target is patches.as_scalar:
+                given[key] = copies[node]
+            else:
+                given[key] = graph.call_function(patches.as_scalar, (copies[node],))
+        graph.output(tuple(given.values()))
+        trace = StepTrace(
+            task,
+            self.trace.holder,
+            graph,
+            [
+                None if leaf is None else copies[leaf]
+                for leaf, owner in zip(self.trace.leaves, self.owners, strict=True)
+                if owner == task
+            ],
+            copies[self.trace.batch_idx],
+            given,
+            [],
+            self.trace.blocks,
+            {p: why for p, why in self.trace.opaque.items() if any(n.target == p for n in copies.values())},
+        )
+        return trace, copies
+
+    def needs(self, task: str) -> set[fx.Node]:
+        """A task's nodes, and what they need."""
+        return self._wanted(task, set(), spare=False)
+
+    def _wanted(self, task: str, results: set[fx.Node], spare: bool) -> set[fx.Node]:
+        glue = {n for n in self.joint if self.belongs[n]}
+        wanted = {self.trace.batch_idx} | results
+        for node in self.trace.graph.nodes:
+            own = self.belongs[node] == frozenset([task])
+            alone = not self.belongs[node] and node.op != "placeholder" and spare
+            if node.op != "output" and (own or alone) and node not in glue:
+                wanted.add(node)
+        stack = list(wanted)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node not in wanted:
+                    wanted.add(node)
+                    stack.append(node)
+        return wanted
+
+
+class _Name(str):
+    """A node's name, in the text of arguments."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _function(target: object) -> str:
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def _is_shape(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "shape"

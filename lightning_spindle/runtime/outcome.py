@@ -1,0 +1,150 @@
+"""What a step gives to Lightning: its loss, its logs, and the gradients that come back for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.hooks import RemovableHandle
+
+from lightning_spindle.capture.pieces import BatchIndex, Capture, PartRef, RowsRef, Total
+from lightning_spindle.runtime.arranging import guessed_rows
+from lightning_spindle.runtime.engine import Iteration
+from lightning_spindle.runtime.randomness import operator_randomness
+from lightning_spindle.runtime.replay import LOCAL_OPTIONS, replay_logs, task_losses
+from lightning_spindle.runtime.session import Step, TotalRun
+
+_SEED_LOST = "the loss that training_step returned was not part of the backward; return it unchanged"
+
+
+@dataclass
+class Outcome:
+    """A step's outcome.
+
+    ``output`` is what the step returns to Lightning. ``leaves`` are the scalars of the tasks that
+    the loss was computed from, by value, and ``scales`` what each one's gradient is times.
+    """
+
+    output: Any
+    leaves: dict[str, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def seeds(self) -> dict[str, torch.Tensor]:
+        """The gradient of each loss value, after Lightning's backward.
+
+        Raises:
+            RuntimeError: no gradient came.
+        """
+        for handle in self.handles:
+            handle.remove()
+        seeds = {
+            value: leaf.grad * scale for value, (leaf, scale) in self.leaves.items() if leaf.grad is not None
+        }
+        if self.leaves and not seeds:
+            raise RuntimeError(_SEED_LOST)
+        return seeds
+
+
+def outcome_of(
+    model: LightningModule,
+    step: Step,
+    iteration: Iteration,
+    active: frozenset[str],
+    device: torch.device,
+    seed: int,
+) -> Outcome:
+    """The outcome of a step of either kind of module; logs what the step logs.
+
+    Args:
+        active: the tasks that the batch held.
+        seed: of random numbers that a total draws.
+    """
+    if step.capture.arrangement is None:
+        return outcome_of_tasks(model, step.capture, iteration)
+    if active not in step.totals:
+        return Outcome(None)
+    return outcome_of_module(model, step.capture, iteration, step.totals[active], device, seed)
+
+
+def outcome_of_tasks(model: LightningModule, captured: Capture, iteration: Iteration) -> Outcome:
+    """Of a ``MultiTaskModule``: the weighted sum of its tasks' losses; logs under the tasks' names."""
+    replay_logs(model, captured, iteration)
+    if not torch.is_grad_enabled():
+        return Outcome({})
+    losses = task_losses(model, iteration)
+    if not losses:
+        return Outcome(None)
+    weights: Mapping[str, float] = model.weights
+    total = torch.stack([weights[task] * loss for task, loss in losses.items()]).sum()
+    root = total.detach().requires_grad_()
+    values = {r.value: (root, weights[r.task]) for r in iteration.results if r.is_loss}
+    return Outcome({"loss": root, "tasks": {task: {"loss": loss} for task, loss in losses.items()}}, values)
+
+
+def outcome_of_module(
+    model: LightningModule,
+    captured: Capture,
+    iteration: Iteration,
+    run: TotalRun,
+    device: torch.device,
+    seed: int,
+) -> Outcome:
+    """Of any other module: its own loss, from the tasks' scalars; logs as in the module's step."""
+    given = {(r.task, r.key): (r.value, v) for r, v in iteration.results.items()}
+    outcome = Outcome(None)
+    arguments = []
+    for source in run.total.sources:
+        if isinstance(source, PartRef):
+            if (source.task, source.key) not in given:
+                return outcome
+            arguments.append(_part(source, *given[source.task, source.key], device, outcome))
+        elif isinstance(source, RowsRef):
+            arguments.append(iteration.batches[source.task].rows * source.per_row)
+        else:
+            assert isinstance(source, BatchIndex)
+            arguments.append(iteration.batch_idx)
+    if torch.is_grad_enabled():
+        outcome.handles += [p.register_hook(torch.zeros_like) for p in run.foreign if p.requires_grad]
+    with operator_randomness(device, seed, iteration.index, "total", 0):
+        values = dict(zip(run.total.outputs, run.function(*arguments), strict=True))
+    _replay(model, captured, run.total, iteration, values)
+    own = {key.removeprefix("out:"): value for key, value in values.items() if not key.startswith("log:")}
+    outcome.output = {"nothing": None, "loss": own.get("loss"), "dict": own}[run.total.gives]
+    return outcome
+
+
+def _part(source: PartRef, name: str, value: Any, device: torch.device, outcome: Outcome) -> Any:
+    """A task's scalar on the whole batch, as the step's own code would see it."""
+    if source.dtype is None:
+        return torch.as_tensor(value).item()
+    tensor = torch.as_tensor(value, device=device).to(source.dtype).reshape(source.shape)
+    if not (source.differentiable and torch.is_grad_enabled()):
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    outcome.leaves[name] = (leaf, 1.0)
+    return leaf.clone()  # the step may change it in place
+
+
+def _replay(
+    model: LightningModule, captured: Capture, total: Total, iteration: Iteration, values: Mapping[str, Any]
+) -> None:
+    guess = guessed_rows(captured, iteration.batches)
+    for call in total.logs:
+        value: Any = values.get(f"log:{call.key}")
+        if call.metric is not None:
+            value = model.get_submodule(call.metric)
+        rows = None if call.rows is None else iteration.batches[call.rows.task].rows * call.rows.per_row
+        _log(model, call.key, value, dict(call.kwargs), rows, guess)
+    for logs in iteration.logs.values():
+        for key, value, options in logs:
+            _log(model, key, value, options, None, guess)
+
+
+def _log(
+    model: LightningModule, key: str, value: Any, options: dict[str, Any], rows: int | None, guess: int
+) -> None:
+    kept = {k: v for k, v in options.items() if k not in LOCAL_OPTIONS}
+    model.log(key, value, **{**kept, "batch_size": rows or kept.get("batch_size") or guess})
