@@ -25,6 +25,8 @@ _MEMORY_TRIES = 4000
 _SAME_TIME_MS = 1e-6
 _STEPS, _FEW_RUNS = 800, 60
 """Assignment problems that ``relabel`` may solve for so many runs on 32 devices; fewer for more."""
+_STEPS_A_DEVICE = 100
+"""And at most so many: few devices have few permutations."""
 _MANY_DEVICES = 256
 """On more devices than these, the greedy placement stays."""
 
@@ -69,6 +71,7 @@ def _improved(placed: Sequence[PlacedRun], problem: PlanningProblem) -> Sequence
     if free_links or problem.devices > _MANY_DEVICES:
         return placed
     steps = _STEPS * 32 * _FEW_RUNS // (problem.devices * max(_FEW_RUNS, len(placed)))
+    steps = min(steps, _STEPS_A_DEVICE * problem.devices)
     return relabel(placed, _sequential([p.run for p in placed], problem), problem, steps)
 
 
