@@ -8,11 +8,13 @@ A rank that is killed leaves none; its closed connections say that it is gone.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
-_KEY, _READ = "failure", "failure_read_by"
+_KEY, _READ, _CALL = "failure", "failure_read_by", "call_of_rank_"
 _PATIENCE_S = 1.0
 _LINGER_S = 2.0
 _POLL_S = 0.02
@@ -33,21 +35,40 @@ class Failures:
         self._store = dist.PrefixStore("lightning_spindle", store)
         self._rank, self._size = rank, size
 
-    def explain(self, error: Exception, peers: str, timeout_s: float) -> PeerError:
+    def explain(self, error: Exception, peers: str, waited_s: float) -> PeerError:
         """What to raise in place of a communication's ``error`` with ``peers``."""
+        too_long = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         known = self.known(_PATIENCE_S)
         if known is not None:
             return PeerError(f"rank {self._rank} stops, because {known}")
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        if too_long:
+            # Lightning goes on after a look for SIGTERM that took too long: then it was an earlier wait.
+            how = f"waited {waited_s:.0f} s" if waited_s >= 1 else "waited too long, in an earlier call,"
+            where = "".join(f" {call}, without the others." for call in self._calls())
             return PeerError(
-                f"rank {self._rank} waited {timeout_s:g} s for {peers} in vain: it is stuck, or not at the "
-                f"same call. Calls in which ranks work together (trainer.save_checkpoint, "
-                f"strategy.full_model()) must be made by every rank, not only where rank is 0"
+                f"rank {self._rank} {how} for {peers} in vain: it is stuck, or not at the same call.{where} "
+                f"Calls in which ranks work together (trainer.save_checkpoint, strategy.full_model()) must be"
+                f" made by every rank, not only where rank is 0"
             )
         return PeerError(
             f"rank {self._rank} lost its connection to {peers}: a rank has ended without leaving word "
             f"(killed, out of memory, or ended by an error outside the Trainer); see its own output"
         )
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Inside, errors of waits that take too long tell that this rank is at ``what``."""
+        self._store.set(f"{_CALL}{self._rank}", f"Rank {self._rank} is at {what}")
+        yield
+        self._store.set(f"{_CALL}{self._rank}", "")
+
+    def _calls(self) -> list[str]:
+        found = []
+        with suppress(RuntimeError, ValueError):
+            for key in (f"{_CALL}{rank}" for rank in range(self._size)):
+                if self._store.check([key]):
+                    found.append(self._store.get(key).decode(errors="replace"))
+        return [call for call in found if call]
 
     def report(self, error: BaseException) -> None:
         """Leaves word of this rank's error, unless another rank has."""

@@ -7,6 +7,7 @@ of one process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -151,14 +152,16 @@ class ProcessGroupTransport:
     @contextmanager
     def explained(self, peers: Ranks) -> Iterator[None]:
         """Inside, a communication with ``peers`` that fails raises PeerError, which says why."""
+        start_s = time.monotonic()
         try:
             yield
         except RuntimeError as e:
             if self._failures is None:
                 raise
+            waited_s = time.monotonic() - start_s
             others = [str(p) for p in peers if p != self.rank]
             names = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
-            raise self._failures.explain(e, names, self.timeout.total_seconds()) from e
+            raise self._failures.explain(e, names, waited_s) from e
 
     def break_off(self) -> None:
         """Ends all communication of this rank: what waits here or for it at other ranks raises at once.

@@ -221,7 +221,9 @@ def test_saving_on_rank_0_alone(guarded: bool, tmp_path: Any) -> None:
 
     outcomes = watch_ranks(body, 3, timeout_s=LIMIT_S + 10, group_timeout_s=10)
     if guarded:
-        assert_all_ended(outcomes, "saving a checkpoint", "must be made by every rank", "rank 0 waited")
+        assert_all_ended(
+            outcomes, "Rank 0 is at saving a checkpoint, without the others", "must be made by every rank"
+        )
         return
     assert [o.value for o in outcomes] == ["ended well"] * 3, outcomes
     saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)

@@ -51,7 +51,7 @@ def on_ranks(script: Script, size: int, spindle: bool = True, **strategy: Any) -
         seed_everything(7, verbose=False)
         return script(rank, make_trainer)
 
-    return run_ranks(body, size, init_group=size > 1, timeout_s=120)
+    return run_ranks(body, size, init_group=size > 1, timeout_s=150, group_timeout_s=60)
 
 
 def numbers(metrics: Any) -> dict[str, float]:
