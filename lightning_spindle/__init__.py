@@ -14,17 +14,29 @@ if TYPE_CHECKING:
     from lightning_spindle import functional
     from lightning_spindle.data import MultiTaskDataModule
     from lightning_spindle.module import MultiTaskModule
+    from lightning_spindle.runtime.inspection import inspect
     from lightning_spindle.strategy import SpindleStrategy
+    from lightning_spindle.task import SpindleTask
 
 __version__ = "0.1.0"
-__all__ = ["MultiTaskDataModule", "MultiTaskModule", "SpindleStrategy", "__version__", "functional"]
+__all__ = [
+    "MultiTaskDataModule",
+    "MultiTaskModule",
+    "SpindleStrategy",
+    "SpindleTask",
+    "__version__",
+    "functional",
+    "inspect",
+]
 
 # Exported name → the module it lives in (a submodule is its own name).
 _HOMES = {
     "MultiTaskDataModule": "lightning_spindle.data",
     "MultiTaskModule": "lightning_spindle.module",
     "SpindleStrategy": "lightning_spindle.strategy",
+    "SpindleTask": "lightning_spindle.task",
     "functional": "lightning_spindle.functional",
+    "inspect": "lightning_spindle.runtime.inspection",
 }
 
 

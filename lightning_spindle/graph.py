@@ -62,6 +62,8 @@ class Value:
     bytes: int
     differentiable: bool
     dynamic: bool = False
+    shape: tuple[int, ...] = ()
+    """Its shape on the example batch, for people to read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,9 @@ class SpindleStrategy(ParallelStrategy):
         )
 
     def _evaluate(self, name: str, batch: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        assert self._session is not None
+        if name not in self._session.steps:
+            return {}  # no task of the model has the step
         return self._forward(name, batch, args, kwargs, context)[0].output
 
     def _forward(

@@ -141,6 +141,7 @@ class Assembler:
             measured.bytes,
             measured.differentiable,
             info.dynamic,
+            measured.shape,
         )
 
     def _parameters(self, inside: list[fx.Node]) -> tuple[str, ...]:
