@@ -29,6 +29,7 @@ from torch import nn
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import checks, feeding, planning
 from lightning_spindle.runtime.failures import Failures, default_failures
+from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import broadcast_object, meet, require_agreement
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
@@ -244,6 +245,8 @@ class SpindleStrategy(ParallelStrategy):
                 operators=self._operators,
                 seed=seed,
             )
+        if TRAIN in self._session.steps:
+            warn_before_fit(model, self._session.steps[TRAIN].capture.graph, self.optimizers)
         self._localise()
         self._metrics = keep_metrics_local(model)
         planned = self._session.planned

@@ -231,6 +231,38 @@ def replicates_parameters(original: Function) -> Function:
     return faulty
 
 
+def leaves_eval_mode(original: Function) -> Function:
+    """Capture of an evaluation step leaves the modules in evaluation mode."""
+
+    @contextmanager
+    def faulty(model: Any, step: str) -> Any:
+        if step != "training_step":
+            model.eval()
+        yield
+
+    return faulty
+
+
+def drops_empty_groups(original: Function) -> Function:
+    """Parameter groups that are empty on a rank are taken out of its optimizer."""
+
+    def faulty(self: Any) -> None:
+        original(self)
+        self._optimizer.param_groups[:] = [g for g in self._optimizer.param_groups if g["params"]]
+
+    return faulty
+
+
+def leaves_out_loss_weights(original: Function) -> Function:
+    """The merged optimizer does not get parameters without dimensions."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        groups = original(*args, **kwargs)
+        return [{**g, "params": [p for p in g["params"] if p.dim()]} for g in groups]
+
+    return faulty
+
+
 def runs_operators_twice(original: Function) -> Function:
     """The engine's operators are computed twice and the first result dropped: no number changes."""
 

@@ -51,6 +51,8 @@ class Fault:
 SCALE = "tests/cases/test_c01_c02_scale.py"
 LOGS = "tests/cases/test_c04_c05_logs.py"
 SHARED = "tests/cases/test_c06_c18_shared.py"
+PARAMETERS = "tests/cases/test_c25_c35_c51_parameters.py"
+LIBRARIES = "tests/capture/test_library_models.py"
 SAMPLERS = "tests/cases/test_c07_samplers.py"
 CHECKPOINTS = "tests/cases/test_c09_checkpoints.py"
 MESSAGES = "tests/cases/test_c12_c13_messages.py"
@@ -65,6 +67,84 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle._registration:_register",
         bodies.does_nothing,
         ("tests/test_imports.py::test_strategy_is_registered_in_either_import_order",),
+    ),
+    Fault(
+        "branches-on-sizes-not-tried",
+        "lightning_spindle.capture.branches:_turned_by_variants",
+        bodies.returns([]),
+        (f"{LIBRARIES}::test_c20_a_branch_that_batches_take_differently",),
+    ),
+    Fault(
+        "branches-on-sizes-not-checked",
+        "lightning_spindle.capture.patches:expect",
+        bodies.does_nothing,
+        (
+            f"{LIBRARIES}::test_a_limit_that_the_user_checks_is_checked",
+            f"{LIBRARIES}::test_a_branch_on_the_train_flag_is_checked",
+        ),
+    ),
+    Fault(
+        "checks-of-branches-left-out",
+        "lightning_spindle.capture.grouping:Grouping._place_checks",
+        bodies.does_nothing,
+        (f"{LIBRARIES}::test_a_limit_that_the_user_checks_is_checked",),
+    ),
+    Fault(
+        "train-flags-frozen",
+        "lightning_spindle.capture.patches:is_training",
+        bodies.returns(True),
+        (f"{LIBRARIES}::test_c35_train_flags_are_live",),
+    ),
+    Fault(
+        "idle-branches-on-flags-kept",
+        "lightning_spindle.capture.branches:_forget_flags",
+        bodies.does_nothing,
+        (f"{LIBRARIES}::test_c35_train_flags_are_live",),
+    ),
+    Fault(
+        "hooks-do-not-see-the-trace",
+        "lightning_spindle.capture.patches:observe",
+        bodies.does_nothing,
+        (f"{LIBRARIES}::test_what_a_hook_collects_belongs_to_the_trace",),
+    ),
+    Fault(
+        "values-of-hooks-frozen",
+        "lightning_spindle.capture.patches:_refuse_leaked",
+        bodies.does_nothing,
+        (f"{LIBRARIES}::test_what_a_hook_collects_inside_of_an_operator_is_not_frozen",),
+    ),
+    Fault(
+        "assigned-entries-lost",
+        "lightning_spindle.capture.patches:assigned",
+        bodies.passes_through(0),
+        (f"{LIBRARIES}::test_assigned_entries",),
+    ),
+    Fault(
+        "modes-not-restored",
+        "lightning_spindle.capture.apart:mode",
+        bodies.leaves_eval_mode,
+        (f"{PARAMETERS}::test_c35_modes_are_kept_and_restored_on_every_rank",),
+    ),
+    Fault(
+        "empty-groups-dropped",
+        "lightning_spindle.runtime.state:LocalisedOptimizer.localise",
+        bodies.drops_empty_groups,
+        (f"{PARAMETERS}::test_c25_ranks_with_nothing_to_train",),
+    ),
+    Fault(
+        "no-warning-of-what-does-not-train",
+        "lightning_spindle.runtime.hints:warn_before_fit",
+        bodies.does_nothing,
+        (
+            f"{PARAMETERS}::test_c35_a_trainable_module_in_eval_mode_is_named",
+            f"{PARAMETERS}::test_c51_a_parameter_in_no_optimizer_is_named",
+        ),
+    ),
+    Fault(
+        "loss-weights-given-to-no-optimizer",
+        "lightning_spindle.merging:_merged_groups",
+        bodies.leaves_out_loss_weights,
+        (f"{PARAMETERS}::test_c51_learnable_loss_weights",),
     ),
     Fault(
         "means-not-weighted-by-rows",
