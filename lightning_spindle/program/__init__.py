@@ -1,0 +1,22 @@
+"""From a plan to the instructions that each rank executes (paper, section 3.6)."""
+
+from lightning_spindle.program.instructions import Instruction, Kind
+from lightning_spindle.program.lowering import BUCKET_BYTES, lower
+from lightning_spindle.program.placing import follow, holders, place_plan, spread
+from lightning_spindle.program.program import Bucket, Edge, Program, ProgramRun, row_range
+
+__all__ = [
+    "BUCKET_BYTES",
+    "Bucket",
+    "Edge",
+    "Instruction",
+    "Kind",
+    "Program",
+    "ProgramRun",
+    "follow",
+    "holders",
+    "lower",
+    "place_plan",
+    "row_range",
+    "spread",
+]

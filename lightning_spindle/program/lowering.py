@@ -1,0 +1,181 @@
+"""Lowering: from placed runs to the instructions that each rank executes (paper, section 3.6).
+
+``lower`` puts all computing and all communication of an iteration into one global total
+order; a rank executes its projection of it. Two ranks that talk to each other therefore
+meet their messages in the same order, so that even sends that block until they are
+received cannot deadlock. ``simulate.check_deadlock`` proves it for each program anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lightning_spindle.graph import Layout, OperatorGraph
+from lightning_spindle.program.instructions import Instruction, Kind
+from lightning_spindle.program.program import Bucket, Edge, Program, ProgramRun
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def lower(
+    runs: Sequence[ProgramRun],
+    graph: OperatorGraph,
+    devices: int,
+    held: Mapping[str, tuple[int, ...]],
+    *,
+    trainable: Iterable[str] | None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Program:
+    """The program of placed runs.
+
+    Args:
+        runs: in an order in which they can execute (``place_plan``, ``follow``).
+        held: parameter to holders over all steps; gradients are summed over them.
+        trainable: parameters that get gradients; None for a forward-only program.
+
+    Raises:
+        ValueError: gradients would flow through an operator that runs on every rank.
+    """
+    trains = frozenset(trainable or ())
+    gradients = graph.gradient_values(trains) if trainable is not None else frozenset()
+    _check_everywhere(graph, trains, gradients)
+    edges = _edges(runs, graph, gradients)
+    order = _forward_order(runs, edges)
+    order.append(Instruction(Kind.EXCHANGE))
+    buckets: tuple[Bucket, ...] = ()
+    if trainable is not None:
+        used = _users(runs, graph, trains.intersection(held).intersection(graph.parameter_map()))
+        buckets = _buckets(used, held, graph, bucket_bytes)
+        order += _backward_order(runs, edges, buckets)
+    return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))
+
+
+def _check_everywhere(graph: OperatorGraph, trains: frozenset[str], gradients: frozenset[str]) -> None:
+    """Each rank would add the whole gradient of such an operator: refused, never summed n times."""
+    if not any(r.is_loss for r in graph.results):
+        return
+    leading = graph.loss_operators()
+    for o in graph.operators:
+        passes = trains.intersection(o.parameters) or gradients.intersection(o.inputs)
+        if o.layout is Layout.EVERYWHERE and o.name in leading and passes:
+            raise ValueError(
+                f"invalid graph: {o.name} of task {o.task} runs on every rank, but a loss needs its "
+                f"gradient; it must be split or run whole"
+            )
+
+
+def _edges(runs: Sequence[ProgramRun], graph: OperatorGraph, gradients: frozenset[str]) -> tuple[Edge, ...]:
+    """What goes between runs; a gradient comes back where a consumer leads to a loss."""
+    operators, leading = graph.operator_map(), graph.loss_operators()
+    giver = {name: run.index for run in runs for op in run.operators for name in operators[op].outputs}
+    found: dict[tuple[int, int, str], bool] = {}
+    for run in runs:
+        for op in run.operators:
+            for value in operators[op].inputs:
+                if giver[value] != run.index:
+                    key = (giver[value], run.index, value)
+                    found[key] = found.get(key, False) or (op in leading and value in gradients)
+    return tuple(
+        Edge(i, value, source, target, gradient)
+        for i, ((source, target, value), gradient) in enumerate(sorted(found.items()))
+    )
+
+
+def _shard_pairs(source: ProgramRun, target: ProgramRun) -> list[tuple[int, int]]:
+    """Pairs of shards on different devices whose rows can meet, whatever the batch."""
+    if source.layout is Layout.EVERYWHERE:
+        return []
+    n, m = len(source.devices), len(target.devices)
+    pairs = []
+    for i in range(n):
+        for j in range(m):
+            if source.devices[i] == target.devices[j]:
+                continue
+            aligned = source.layout is Layout.SPLIT and target.layout is Layout.SPLIT
+            if not aligned or max(i * m, j * n) < min((i + 1) * m, (j + 1) * n):
+                pairs.append((i, j))
+    return pairs
+
+
+def _forward_order(runs: Sequence[ProgramRun], edges: Sequence[Edge]) -> list[Instruction]:
+    """Each run, then at once the messages that carry its values to others."""
+    leaving: dict[int, list[Edge]] = {}
+    for edge in edges:
+        leaving.setdefault(edge.source, []).append(edge)
+    order: list[Instruction] = []
+    for run in runs:
+        order.append(Instruction(Kind.FORWARD, run.index))
+        for edge in leaving.get(run.index, ()):
+            pairs = _shard_pairs(run, runs[edge.target])
+            order += [Instruction(Kind.ACTIVATION, edge.index, i, j) for i, j in pairs]
+    return order
+
+
+def _backward_order(
+    runs: Sequence[ProgramRun], edges: Sequence[Edge], buckets: Sequence[Bucket]
+) -> list[Instruction]:
+    """The mirror of the forwards; a bucket is summed as soon as its last user ran."""
+    due: dict[int, list[Instruction]] = {}
+    for bucket in buckets:
+        # Backward runs in reverse, so that the lowest run index comes last.
+        last = min(bucket.runs, default=0)
+        due.setdefault(last, []).append(Instruction(Kind.REDUCE, bucket.index))
+    entering: dict[int, list[Edge]] = {}
+    for edge in edges:
+        if edge.gradient:
+            entering.setdefault(edge.target, []).append(edge)
+    order: list[Instruction] = []
+    for run in reversed(runs):
+        order.append(Instruction(Kind.BACKWARD, run.index))
+        for edge in entering.get(run.index, ()):
+            pairs = _shard_pairs(runs[edge.source], run)
+            order += [Instruction(Kind.GRADIENT, edge.index, i, j) for i, j in pairs]
+        order += due.get(run.index, [])
+    return order
+
+
+def _users(
+    runs: Sequence[ProgramRun], graph: OperatorGraph, parameters: Iterable[str]
+) -> dict[str, tuple[int, ...]]:
+    """For each of the parameters the runs that use it, ascending."""
+    operators = graph.operator_map()
+    users: dict[str, dict[int, None]] = {p: {} for p in sorted(parameters)}
+    for run in runs:
+        for op in run.operators:
+            for p in operators[op].parameters:
+                if p in users:
+                    users[p][run.index] = None
+    return {p: tuple(indices) for p, indices in users.items()}
+
+
+def _buckets(
+    used: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, tuple[int, ...]],
+    graph: OperatorGraph,
+    bucket_bytes: int,
+) -> tuple[Bucket, ...]:
+    """Parameters of equal device group and dtype, packed in the order in which backward finishes them."""
+    parameters = graph.parameter_map()
+    finished = sorted(used, key=lambda p: (-min(used[p], default=0), p))
+    filling: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    packed: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
+    for p in finished:
+        if len(held[p]) < 2:
+            continue
+        bucket = filling.setdefault((held[p], parameters[p].dtype), [])
+        size = sum(parameters[q].bytes for q in bucket)
+        if bucket and size + parameters[p].bytes > bucket_bytes:
+            packed.append((held[p], tuple(bucket)))
+            bucket.clear()
+        bucket.append(p)
+    packed += [(devices, tuple(bucket)) for (devices, _), bucket in filling.items()]
+    return tuple(
+        Bucket(
+            i,
+            devices,
+            names,
+            sum(parameters[p].bytes for p in names),
+            tuple(sorted({r for p in names for r in used[p]})),
+        )
+        for i, (devices, names) in enumerate(packed)
+    )

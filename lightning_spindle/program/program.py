@@ -1,0 +1,161 @@
+"""A program: placed runs, what goes between them, and one order for all ranks.
+
+Rows are a matter of the iteration, not of the program: shard i of n holds the rows
+[i*B//n, (i+1)*B//n), so shards differ by at most one row, and splits into n and into a
+multiple of n nest. A message whose row ranges do not meet is skipped by both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_spindle.graph import Layout
+from lightning_spindle.program.instructions import Instruction, Kind
+
+
+def row_range(shard: int, shards: int, rows: int) -> tuple[int, int]:
+    """Rows [first, last) of shard ``shard`` of ``shards`` in a batch of ``rows``.
+
+    >>> [row_range(i, 4, 6) for i in range(4)]
+    [(0, 1), (1, 3), (3, 4), (4, 6)]
+    """
+    return shard * rows // shards, (shard + 1) * rows // shards
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """Operators that a device group executes together; device i of it holds shard i."""
+
+    index: int
+    label: str
+    task: str
+    operators: tuple[str, ...]
+    devices: tuple[int, ...]
+    layout: Layout
+
+    def shard_of(self, device: int) -> int | None:
+        return self.devices.index(device) if device in self.devices else None
+
+    def rows(self, shard: int, rows: int) -> tuple[int, int]:
+        """Rows [first, last) that a shard of this run sees of a batch of ``rows``."""
+        return row_range(shard, len(self.devices), rows) if self.layout is Layout.SPLIT else (0, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value that goes from one run to another."""
+
+    index: int
+    value: str
+    source: int
+    target: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose gradients are summed together over the devices that hold them.
+
+    ``runs`` are those that use them: once a device's share of these ran backward, its
+    gradients are complete.
+    """
+
+    index: int
+    devices: tuple[int, ...]
+    parameters: tuple[str, ...]
+    bytes: int
+    runs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One iteration, for all ranks. ``holders``: devices that hold each parameter."""
+
+    devices: int
+    runs: tuple[ProgramRun, ...]
+    edges: tuple[Edge, ...]
+    buckets: tuple[Bucket, ...]
+    order: tuple[Instruction, ...]
+    holders: Mapping[str, tuple[int, ...]]
+
+    def participants(self, instruction: Instruction) -> tuple[int, ...]:
+        """The ranks that execute an instruction; for a message the sender comes first."""
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self.runs[instruction.index].devices
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                edge = self.edges[instruction.index]
+                source = self.runs[edge.source].devices[instruction.source]
+                target = self.runs[edge.target].devices[instruction.target]
+                return (source, target) if instruction.kind is Kind.ACTIVATION else (target, source)
+            case Kind.REDUCE:
+                return self.buckets[instruction.index].devices
+            case Kind.EXCHANGE:
+                return tuple(range(self.devices))
+
+    def rank(self, rank: int) -> tuple[Instruction, ...]:
+        """The projection of the global order on one rank."""
+        return tuple(i for i in self.order if rank in self.participants(i))
+
+    def projections(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The projections on all ranks, in one pass."""
+        ranks: list[list[Instruction]] = [[] for _ in range(self.devices)]
+        for instruction in self.order:
+            for rank in self.participants(instruction):
+                ranks[rank].append(instruction)
+        return tuple(map(tuple, ranks))
+
+    def shared_rows(self, edge: Edge, source: int, target: int, rows: int) -> tuple[int, int]:
+        """Rows of the batch that both shards of an edge see; empty where first >= last."""
+        a, b = self.runs[edge.source].rows(source, rows)
+        c, d = self.runs[edge.target].rows(target, rows)
+        return max(a, c), min(b, d)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Parameter device groups of more than one device, in one order for all ranks."""
+        return tuple(sorted({b.devices for b in self.buckets}))
+
+    def task(self, instruction: Instruction) -> str:
+        """The task that an instruction works for; "" where several share it."""
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self.runs[instruction.index].task
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                return self.runs[self.edges[instruction.index].source].task
+            case Kind.REDUCE:
+                tasks = {self.runs[r].task for r in self.buckets[instruction.index].runs}
+                return tasks.pop() if len(tasks) == 1 else ""
+            case Kind.EXCHANGE:
+                return ""
+
+    def label(self, instruction: Instruction) -> str:
+        """What an instruction is called in timelines: "image_text/vision[0:2]", "x, 0 to 2"."""
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self.runs[instruction.index].label
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                value = self.edges[instruction.index].value
+                sender, receiver = self.participants(instruction)
+                what = value if instruction.kind is Kind.ACTIVATION else f"gradient of {value}"
+                return f"{what}, {sender} to {receiver}"
+            case Kind.REDUCE:
+                return f"gradients of {len(self.buckets[instruction.index].parameters)} parameters"
+            case Kind.EXCHANGE:
+                return "losses and logged values"
+
+    def describe(self, instruction: Instruction) -> str:
+        """An instruction in words, for messages: "A5:0>1 (image_text/x, rank 0 to rank 2)"."""
+        ranks = self.participants(instruction)
+        match instruction.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                what = self.runs[instruction.index].label
+            case Kind.ACTIVATION | Kind.GRADIENT:
+                edge = self.edges[instruction.index]
+                run = self.runs[edge.target if instruction.kind is Kind.ACTIVATION else edge.source]
+                what = f"{edge.value} for {run.label}, rank {ranks[0]} to rank {ranks[1]}"
+            case Kind.REDUCE:
+                what = f"gradients of {self.buckets[instruction.index].parameters[0]} … over ranks {ranks}"
+            case Kind.EXCHANGE:
+                what = "loss and logged values, all ranks"
+        return f"{instruction} ({what})"
