@@ -61,6 +61,8 @@ DROPOUT = "tests/cases/test_c45_dropout.py"
 KINDS = "tests/cases/test_kinds_of_tasks.py"
 PLANNER = "tests/planner"
 
+WAYS = "tests/parity/test_ways.py"
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "strategy-not-registered",
@@ -587,6 +589,48 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.planner.losses:without_transfers_ms",
         lambda original: lambda runs, problem: 0.0,
         (f"{PLANNER}/test_losses.py::test_level_barrier_is_seen",),
+    ),
+    Fault(
+        "tasks-scalars-weigh-one",
+        "lightning_spindle.runtime.outcome:Outcome.seeds",
+        bodies.changes_result(lambda seeds: {value: seed * 0 + 1 for value, seed in seeds.items()}),
+        (f"{WAYS}::test_dict_of_batches",),
+    ),
+    Fault(
+        "total-weights-counted-by-every-rank",
+        "lightning_spindle.runtime.session:_total_run",
+        bodies.counts_total_on_every_rank,
+        (f"{WAYS}::test_loss_weight_that_a_task_uses_too",),
+    ),
+    Fault(
+        "batch-size-not-guessed-as-lightning-does",
+        "lightning_spindle.runtime.arranging:guessed_rows",
+        bodies.returns(1),
+        (f"{WAYS}::test_dict_of_batches", f"{WAYS}::test_loader_that_ends"),
+    ),
+    Fault(
+        "all-tasks-taken-as-there",
+        "lightning_spindle.runtime.arranging:_sets",
+        bodies.changes_result(lambda sets: sets[:1]),
+        (f"{WAYS}::test_loader_that_ends",),
+    ),
+    Fault(
+        "rows-of-two-tasks-joined",
+        "lightning_spindle.capture.joint:_require_scalars",
+        bodies.does_nothing,
+        (f"{WAYS}::test_rows_of_two_tasks_that_meet",),
+    ),
+    Fault(
+        "loaders-told-apart-by-nothing",
+        "lightning_spindle.capture.arrangement:Arrangement.dataloader_idx",
+        bodies.returns(None),
+        (f"{WAYS}::test_one_task",),
+    ),
+    Fault(
+        "flows-take-the-first-source",
+        "lightning_spindle.task:Flow.__getitem__",
+        bodies.passes_through(0),
+        ("tests/test_task.py::test_flows_of_several_tasks",),
     ),
 )
 

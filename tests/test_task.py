@@ -111,10 +111,10 @@ def test_inspect_shows_tasks_operators_and_flows() -> None:
 
 
 def test_inspect_takes_a_batch_and_leaves_all_as_it_was() -> None:
-    made = ways.Alone()
+    made, batch = ways.Alone(), (torch.randn(6, toys.WIDTH), torch.randint(3, (6,)))
     before = {k: v.clone() for k, v in made.state_dict().items()}
     state = torch.get_rng_state()
-    found = lightning_spindle.inspect(made, (torch.randn(6, toys.WIDTH), torch.randint(3, (6,))))
+    found = lightning_spindle.inspect(made, batch)
     assert torch.equal(state, torch.get_rng_state())
     assert [o.name for o in found.capture.graph.operators][:2] == ["task/blocks.0", "task/blocks.1"]
     assert all(torch.equal(v, before[k]) for k, v in made.state_dict().items())

@@ -127,13 +127,7 @@ class Joint:
         measured, results = measure(trace, leaves, self.step == "training_step")
         verify(step, leaves, spec, results)
         cut = Cut(trace, owners, self._tasks(active), self.layouts, measured)
-        for node, task in cut.parts.items():
-            shape = measured[node].shape
-            if shape is not None and math.prod(shape) != 1 and node not in trace.results.values():
-                raise TraceError(
-                    f"{node.name} of task {task!r}, of shape {tuple(shape)}, meets "
-                    f"{_title([t for t in cut.tasks if t != task]) or 'the loss'}: only scalars can be joined"
-                )
+        _require_scalars(cut)
         return cut
 
     def _as_one(self, active: Active, others: Sequence[Active], reason: str) -> None:
@@ -226,6 +220,22 @@ def _title(tasks: Sequence[str]) -> str:
 
 def _as_given(*values: Any) -> tuple[Any, ...]:
     return values
+
+
+def _require_scalars(cut: Cut) -> None:
+    """What tasks share must be scalars, unless the step itself gives it out (which has its own error).
+
+    Raises:
+        TraceError: names the node, its task and the others.
+    """
+    for node, task in cut.parts.items():
+        shape = cut.measured[node].shape
+        if shape is not None and math.prod(shape) != 1 and node not in cut.trace.results.values():
+            others = " and ".join(t for t in cut.tasks if t != task) or "the loss"
+            raise TraceError(
+                f"{node.name} of task {task!r}, of shape {tuple(shape)}, meets {others}: only scalars can be "
+                "joined"
+            )
 
 
 def _require_alike(fullest: Cut, other: Cut) -> None:

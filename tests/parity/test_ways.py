@@ -37,6 +37,10 @@ def test_dict_of_batches(devices: int, kind: Callable[..., Any]) -> None:
     check(devices, kind, ways.SharedData)
 
 
+def test_loss_weight_that_a_task_uses_too() -> None:
+    check(2, ways.Tempered, ways.SharedData)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_loader_that_ends(devices: int) -> None:
     check(devices, ways.Ended, ways.SharedData, "max_size")

@@ -58,6 +58,16 @@ class Weighted(Shared):
         return {"loss": loss, "first": losses[0]}
 
 
+class Tempered(Weighted):
+    """A loss weight that scales one task's logits too: the task's ranks and the total add to its gradient."""
+
+    def losses(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = batch["a"], batch["b"]
+        logits = self.classes(self.encoder(a["x"], a["length"])) * self.log_variances[0].exp()
+        number = self.number(self.encoder(b["x"], b["length"])).squeeze(-1)
+        return F.cross_entropy(logits, a["label"]), number.square().mean()
+
+
 class Ended(Shared):
     """Does without a task whose loader has ended."""
 
