@@ -105,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "hooks-do-not-see-the-trace",
-        "lightning_spindle.capture.patches:observe",
+        "lightning_spindle.capture.watching:observe",
         bodies.does_nothing,
         (f"{LIBRARIES}::test_what_a_hook_collects_belongs_to_the_trace",),
     ),

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_spindle.capture import untouched
 from lightning_spindle.capture.assemble import Assembler, Parts
-from lightning_spindle.capture.branches import settled
+from lightning_spindle.capture.branches import Rows, settled
 from lightning_spindle.capture.classify import Info, classify
 from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, TraceError
 from lightning_spindle.capture.evaluate import kept_generators
@@ -24,7 +24,8 @@ from lightning_spindle.capture.inplace import protect_known, protect_measured, s
 from lightning_spindle.capture.measure import SEED, Measured, dynamic, measure
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.sizes import read_from_batch
-from lightning_spindle.capture.tracer import Step, StepTrace, trace_step
+from lightning_spindle.capture.step import Step, StepTrace
+from lightning_spindle.capture.tracer import trace_step
 
 
 @contextmanager
@@ -94,13 +95,13 @@ def warn_of_opaque(task: str, trace: StepTrace) -> None:
         )
 
 
-def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout | None = None) -> StepTrace:
-    """The trace, in which what it would freeze was looked for; see ``branches.settled`` for ``layout``.
+def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec, rows: Rows) -> StepTrace:
+    """The trace, in which what it would freeze was looked for; see ``branches.settled`` for ``rows``.
 
     Raises:
         TraceError: the step cannot be traced faithfully.
     """
-    trace = settled(step, leaves, spec, layout, partial(_traced_twice, step, leaves, spec))
+    trace = settled(step, leaves, spec, rows, partial(_traced_twice, step, leaves, spec))
     protect_known(trace.graph, lambda n: trace.holder.get_submodule(str(n.target)))
     return trace
 

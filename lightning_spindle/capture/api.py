@@ -21,7 +21,7 @@ from lightning_spindle.capture.errors import StepOutputError, reason_of
 from lightning_spindle.capture.joint import Joint
 from lightning_spindle.capture.layout import flatten
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
-from lightning_spindle.capture.tracer import Step
+from lightning_spindle.capture.step import Step
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter
 
 _LOCK = threading.Lock()  # tracing replaces functions of torch for its duration
@@ -104,7 +104,7 @@ def _of_module(
 def _take_apart(
     step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout
 ) -> tuple[Parts, list[LogCall]]:
-    trace = traced(step, leaves, spec, layout)
+    trace = traced(step, leaves, spec, {step.task: (list(range(len(leaves))), layout)})
     apart = take_apart(step, trace, leaves, layout, partial(verify, step, leaves, spec))
     warn_of_opaque(step.task, trace)
     return apart.parts, trace.logs

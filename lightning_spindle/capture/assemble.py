@@ -17,7 +17,7 @@ from lightning_spindle.capture.grouping import Group, Grouping
 from lightning_spindle.capture.guards import guard
 from lightning_spindle.capture.measure import Measured
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source, ValueRef
-from lightning_spindle.capture.tracer import Step, StepTrace
+from lightning_spindle.capture.step import Step, StepTrace
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
 
 

@@ -29,27 +29,29 @@ from lightning_spindle.capture.evaluate import (
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.sizes import ancestors, read_from_batch
-from lightning_spindle.capture.tracer import Step, StepTrace
+from lightning_spindle.capture.step import Step, StepTrace
 
 Place = tuple[int, int]  # a leaf and one of its dimensions
+Rows = Mapping[str, tuple[list[int], BatchLayout]]
+"""For each task the indices of its leaves among all, and where they hold their rows."""
 
 
 def settled(
     step: Step,
     leaves: Sequence[Any],
     spec: TreeSpec,
-    layout: BatchLayout | None,
+    rows: Rows,
     trace_without: Callable[[Mapping[str, str]], StepTrace],
 ) -> StepTrace:
     """The trace, without modules that branch on sizes as other batches would not.
 
-    Sizes are read from the batch in it where ``layout`` is given.
+    Sizes are read from the batch in it where the batch is of one task.
 
     Args:
         step: what is traced.
         leaves: an example batch.
         spec: its tree.
-        layout: where it holds its rows; without one no branch on sizes is settled.
+        rows: where each task's part of it holds its rows.
         trace_without: traces the step with some modules closed, each with the reason.
 
     Raises:
@@ -60,17 +62,14 @@ def settled(
 
     def trace_now() -> StepTrace:
         trace = trace_without(closed)
-        if layout is not None:
-            read_from_batch(trace, leaves, layout)
+        if len(rows) == 1:
+            read_from_batch(trace, leaves, next(iter(rows.values()))[1])
         return trace
 
     while True:
         trace = trace_now()
         checks = _varying(trace.graph)
-        if layout is None:
-            turned = [c for c in checks if _depends_on_batch(c)]
-        else:
-            turned = _turned_by_variants(step, trace, list(leaves), spec, layout, checks)
+        turned = _turned_by_variants(step, trace, list(leaves), spec, rows, checks)
         if not turned:
             _forget_flags(step, trace, trace_now)
             return trace
@@ -85,13 +84,13 @@ def _turned_by_variants(
     trace: StepTrace,
     leaves: list[Any],
     spec: TreeSpec,
-    layout: BatchLayout,
+    rows: Rows,
     checks: list[fx.Node],
 ) -> list[fx.Node]:
     """Checks that a legal variant of the batch fails."""
     found: list[fx.Node] = []
     checks = [c for c in checks if _depends_on_batch(c)]
-    for together, *alone in _variants(leaves, layout) if checks else ():
+    for together, *alone in _variants(leaves, rows) if checks else ():
         turned = _turned(trace, together, checks)
         if not turned or _is_legal(step, together, spec):
             found += turned
@@ -164,35 +163,65 @@ def _same_effects(trace: StepTrace, other: StepTrace) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ variants
-def _variants(leaves: list[Any], layout: BatchLayout) -> Iterator[list[list[Any]]]:
+def _variants(leaves: list[Any], rows: Rows) -> Iterator[list[list[Any]]]:
     """Batches of other rows and sizes.
 
-    A list's first has all dimensions of one size changed together, the rest one each.
+    A list's first has the rows of all tasks, or all dimensions of one size, changed together; the
+    rest one each.
     """
-    rows = layout.rows(leaves)
-    for index in (
-        [row // 2 for row in range(rows)],
-        [rows - 1] * rows,
-        list(range(max(rows - 1, 1))),
-        [0],
-        [row % rows for row in range(2 * rows)],
-    ):
-        yield [pick_rows(leaves, layout, index)]
-    few = pick_rows(leaves, layout, list(range(min(rows, 4))))
-    for size, places in _places(few, layout).items():
+    for change in (_halves, _last, _fewer, _one, _twice):
+        together = leaves
+        for task in rows:
+            together = _picked(together, rows, task, change)
+        yield [together, *([_picked(leaves, rows, task, change) for task in rows] if len(rows) > 1 else [])]
+    few = leaves
+    for task in rows:
+        few = _picked(few, rows, task, lambda count: range(min(count, 4)))
+    for size, places in _places(few, rows).items():
         for other in {size - 1, 1, 2 * size} - {size, 0}:
             alone = [_resized(few, [place], other) for place in places] if len(places) > 1 else []
             yield [_resized(few, places, other), *alone]
 
 
-def _places(leaves: list[Any], layout: BatchLayout) -> dict[int, list[Place]]:
+def _halves(count: int) -> list[int]:
+    return [row // 2 for row in range(count)]
+
+
+def _last(count: int) -> list[int]:
+    return [count - 1] * count
+
+
+def _fewer(count: int) -> list[int]:
+    return list(range(max(count - 1, 1)))
+
+
+def _one(count: int) -> list[int]:
+    return [0]
+
+
+def _twice(count: int) -> list[int]:
+    return [row % count for row in range(2 * count)]
+
+
+def _picked(leaves: list[Any], rows: Rows, task: str, change: Callable[[int], Sequence[int]]) -> list[Any]:
+    """The leaves with other rows of one task."""
+    at, layout = rows[task]
+    own = [leaves[i] for i in at]
+    made = list(leaves)
+    for i, leaf in zip(at, pick_rows(own, layout, change(layout.rows(own))), strict=True):
+        made[i] = leaf
+    return made
+
+
+def _places(leaves: list[Any], rows: Rows) -> dict[int, list[Place]]:
     """Dimensions without rows, by their size: those of one size may be one length of the user's."""
     places: dict[int, list[Place]] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            for dim in range(leaf.dim()):
-                if dim != layout.leaves[i].dim:
-                    places.setdefault(leaf.shape[dim], []).append((i, dim))
+    for at, layout in rows.values():
+        for i, of in zip(at, layout.leaves, strict=True):
+            if isinstance(leaves[i], torch.Tensor):
+                for dim in range(leaves[i].dim()):
+                    if dim != of.dim:
+                        places.setdefault(leaves[i].shape[dim], []).append((i, dim))
     return places
 
 

@@ -40,8 +40,8 @@ from lightning_spindle.capture.kinds import (
 )
 from lightning_spindle.capture.layout import pick, pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.step import StepTrace
 from lightning_spindle.capture.stirred import stirred, without_coincidence
-from lightning_spindle.capture.tracer import StepTrace
 
 _SHAPE_ONLY = {"size", "dim", "numel", "stride", "ndimension", "is_floating_point", "new_zeros", "new_ones",
                "new_full", "new_empty", "new_tensor", "get_device", "is_complex", "nelement"}  # fmt: skip

@@ -15,7 +15,7 @@ from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.errors import CaptureWarning
 from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source
-from lightning_spindle.capture.tracer import Step
+from lightning_spindle.capture.step import Step
 from lightning_spindle.capture.untouched import StepRun, run_step
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
 

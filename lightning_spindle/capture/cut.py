@@ -21,7 +21,7 @@ from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.measure import Measured
 from lightning_spindle.capture.pieces import BatchLayout, RowsRef
-from lightning_spindle.capture.tracer import StepTrace
+from lightning_spindle.capture.step import StepTrace
 
 _LIGHT = 4096  # parameters of so many elements are held by every rank for the sake of a joint node
 _ARITHMETIC = {

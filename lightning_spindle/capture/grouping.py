@@ -16,7 +16,7 @@ from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.classify import Info
 from lightning_spindle.capture.errors import TraceError
-from lightning_spindle.capture.tracer import StepTrace
+from lightning_spindle.capture.step import StepTrace
 from lightning_spindle.graph import Layout
 
 

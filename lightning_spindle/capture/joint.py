@@ -33,7 +33,7 @@ from lightning_spindle.capture.pieces import (
     RowsRef,
     Total,
 )
-from lightning_spindle.capture.tracer import Step
+from lightning_spindle.capture.step import Step
 
 Active = frozenset[str]
 
@@ -123,7 +123,8 @@ class Joint:
 
     def _cut(self, active: Active) -> Cut:
         step, leaves, spec, owners = self._whole(active)
-        trace = traced(step, leaves, spec)
+        at = {task: [i for i, own in enumerate(owners) if own == task] for task in active}
+        trace = traced(step, leaves, spec, {task: (at[task], self.layouts[task]) for task in at})
         measured, results = measure(trace, leaves, self.step == "training_step")
         verify(step, leaves, spec, results)
         cut = Cut(trace, owners, self._tasks(active), self.layouts, measured)

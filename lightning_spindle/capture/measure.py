@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_spindle.capture.evaluate import filled, kept_generators, plain_state, run_node, with_tensors
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
-from lightning_spindle.capture.tracer import StepTrace
+from lightning_spindle.capture.step import StepTrace
 
 SEED = 20
 

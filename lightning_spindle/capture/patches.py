@@ -164,36 +164,6 @@ def _own_call(tracer: StepTracer, original: Callable[..., Any]) -> Callable[...,
     return call
 
 
-def observe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
-    """Let forward hooks see an operator's call in the trace: they may collect hidden states.
-
-    What they return is left to the operator's run, as are those that cannot work on proxies;
-    whether there are such hooks.
-    """
-    changes = False
-    for key, hook in module._forward_hooks.items():
-        given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
-        try:
-            changes |= hook(module, *given, output) is not None
-        except Exception:
-            changes = True
-    return changes
-
-
-@contextmanager
-def unhooked(module: nn.Module | None) -> Iterator[None]:
-    """Inside, the module's own forward hooks are not called."""
-    if module is None:
-        yield
-        return
-    hooks = module._forward_hooks
-    module._forward_hooks = type(hooks)()
-    try:
-        yield
-    finally:
-        module._forward_hooks = hooks
-
-
 def assigned(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """``tensor`` after ``tensor[index] = value``, which stays as it is."""
     changed = tensor.clone()
@@ -296,48 +266,3 @@ def _refuse_leaked(tree: Any) -> None:
         return value
 
     fx.node.map_aggregate(tree, look)
-
-
-def _encoder_layers(
-    stack: nn.TransformerEncoder,
-    src: Any,
-    mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: bool | None = None,
-) -> Any:
-    """``nn.TransformerEncoder.forward`` layer by layer (its own looks for a nested-tensor path)."""
-    for layer in stack.layers:
-        src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
-    return src if stack.norm is None else stack.norm(src)
-
-
-def _decoder_layers(
-    stack: nn.TransformerDecoder,
-    tgt: Any,
-    memory: Any,
-    tgt_mask: Any = None,
-    memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None,
-    memory_key_padding_mask: Any = None,
-    tgt_is_causal: bool | None = None,
-    memory_is_causal: bool = False,
-) -> Any:
-    """``nn.TransformerDecoder.forward`` layer by layer."""
-    for layer in stack.layers:
-        tgt = layer(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=bool(tgt_is_causal),
-            memory_is_causal=memory_is_causal,
-        )
-    return tgt if stack.norm is None else stack.norm(tgt)
-
-
-LAYER_STACKS: dict[type[nn.Module], Callable[..., Any]] = {
-    nn.TransformerEncoder: _encoder_layers,
-    nn.TransformerDecoder: _decoder_layers,
-}

@@ -25,7 +25,7 @@ from lightning_spindle.capture.evaluate import (
 from lightning_spindle.capture.inplace import replaced
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
-from lightning_spindle.capture.tracer import StepTrace
+from lightning_spindle.capture.step import StepTrace
 
 _ROWS = 4
 

@@ -8,64 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import find_blocks, is_leaf, is_metric
-from lightning_spindle.capture.errors import StepOutputError, TraceError, reason_of
+from lightning_spindle.capture.errors import TraceError, reason_of
 from lightning_spindle.capture.evaluate import Holder, filled, plain_state, run_node, with_tensors
 from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.pieces import LogCall
-
-
-@dataclass
-class StepTrace:
-    """A traced step. ``results`` maps the keys of ``graph.Result`` to the nodes that give them."""
-
-    task: str
-    holder: Holder
-    graph: fx.Graph
-    leaves: list[fx.Node | None]
-    batch_idx: fx.Node
-    results: dict[str, fx.Node]
-    logs: list[LogCall]
-    blocks: frozenset[nn.Module]
-    opaque: dict[str, str] = field(default_factory=dict)
-    """Modules that could not be traced through and became operators, with the reason."""
-    sizes: dict[str, fx.Node] = field(default_factory=dict)
-    """Logged keys to the node that was given as ``batch_size``; of a module of its own."""
-    gives: str = "loss"
-    """What the step returns: see ``pieces.Total``."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is traced: ``function(batch, batch_idx)`` of ``task``, a part of ``model`` or all of it."""
-
-    model: nn.Module
-    module: nn.Module
-    task: str
-    name: str
-    operators: tuple[type[nn.Module], ...] = ()
-    dataloader_idx: int | None = None
-
-    @property
-    def logging(self) -> Any:
-        """The module whose ``log`` has to be intercepted, None where a ``MultiTaskModule`` has done it."""
-        return self.module if self.module is self.model else None
-
-    def __call__(self, batch: Any, batch_idx: Any) -> Any:
-        """Call the user's method as Lightning would."""
-        method = getattr(self.module, self.name)
-        rest = (batch_idx,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
-        return method(batch, *rest, *(() if self.dataloader_idx is None else (self.dataloader_idx,)))
+from lightning_spindle.capture.stacks import LAYER_STACKS
+from lightning_spindle.capture.step import Step, StepTrace, results_of
+from lightning_spindle.capture.watching import observe, unhooked
 
 
 def trace_step(
@@ -205,7 +163,7 @@ class StepTracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return self._operator(m, path, args, kwargs)
-        entered = patches.LAYER_STACKS.get(type(m)) if not m._forward_hooks else None
+        entered = LAYER_STACKS.get(type(m)) if not m._forward_hooks else None
         last, logs = next(iter(reversed(self.graph.nodes))), len(self.logged)
         self.inside.append(path)
         try:
@@ -223,7 +181,7 @@ class StepTracer(fx.Tracer):
 
     def _operator(self, m: nn.Module, path: str, args: Any, kwargs: Any) -> fx.Proxy:
         proxy = self.create_proxy("call_module", path, args, kwargs)
-        if not is_metric(m) and patches.observe(m, args, kwargs, proxy):
+        if not is_metric(m) and observe(m, args, kwargs, proxy):
             self._shadow(proxy.node, hooked=True)
         return proxy
 
@@ -296,7 +254,7 @@ class StepTracer(fx.Tracer):
         try:
             module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             # Inference tensors can be told from the trace's own, should they leak.
-            with patches.unhooked(None if hooked else module), torch.inference_mode():
+            with unhooked(None if hooked else module), torch.inference_mode():
                 args, kwargs = filled(node, lambda n: n.meta["shadow"])
                 shadow = node.meta["shadow"] = run_node(self.root, node, args, kwargs)
                 node.meta["dtype"] = getattr(shadow, "dtype", None)
@@ -368,28 +326,6 @@ class StepProxy(fx.Proxy):
             raise TypeError("the step writes into its batch")
         args = (self, index, value)
         self.node = self.tracer.create_proxy("call_function", patches.assigned, args, {}).node
-
-
-def results_of(step: Step, output: Any) -> dict[str, Any]:
-    """A step's loss and other scalars, by the keys of ``graph.Result``.
-
-    Raises:
-        StepOutputError: the step gives out something else.
-        TraceError: a training step gives no loss.
-    """
-    if isinstance(output, dict):
-        values = {"loss" if key == "loss" else f"out:{key}": value for key, value in output.items()}
-    else:
-        values = {} if output is None else {"loss": output}
-    if step.name == "training_step" and values.get("loss") is None:
-        raise TraceError("training_step gives no loss")
-    for key, value in values.items():
-        if not isinstance(value, (fx.Proxy, torch.Tensor, int, float)):
-            raise StepOutputError(
-                f"task {step.task!r}: {step.name} returns a {type(value).__name__} under "
-                f"{key.removeprefix('out:')!r}; Spindle gathers scalars only"
-            )
-    return values
 
 
 def _has_state(module: nn.Module) -> bool:

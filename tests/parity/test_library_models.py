@@ -12,7 +12,7 @@ from lightning_spindle import MultiTaskDataModule, MultiTaskModule
 from lightning_spindle.capture import CaptureWarning
 from tests.support.fitting import assert_same_fit, metagraph_of, plain_fit, spindle_fit
 from tests.support.library import MODELS, WIDTH, Classify
-from tests.support.library_fits import Batches, both_fits
+from tests.support.library_fits import Batches, BatchesOfBoth, OneModule, both_fits
 
 
 def assert_parity(**names: str) -> None:
@@ -80,3 +80,16 @@ def test_c20_a_module_that_branches_on_values() -> None:
     assert len([w for w in caught if w.category is CaptureWarning]) == 1
     with warnings.catch_warnings(action="ignore", category=CaptureWarning):
         assert_same_fit(spindle_fit(model, data, 2, max_steps=3), reference)
+
+
+def test_one_module_over_a_dict_of_batches() -> None:
+    """Bert and ViT in one LightningModule: no module falls back."""
+
+    def model() -> OneModule:
+        torch.manual_seed(0)
+        return OneModule()
+
+    reference = plain_fit(model, BatchesOfBoth, max_steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        assert_same_fit(spindle_fit(model, BatchesOfBoth, 2, max_steps=3), reference)

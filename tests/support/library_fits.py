@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
@@ -77,3 +80,29 @@ def both_fits(devices: int = 2, **names: str) -> tuple[list[Fit], Fit]:
     strategy = {"plan": spread(metagraph_of(model(), data()), devices)}
     ours = spindle_fit(model, data, devices, strategy=strategy, max_steps=3)
     return ours, plain_fit(model, data, max_steps=3)
+
+
+class OneModule(LightningModule):
+    """A step over a dict of batches, as for a CombinedLoader: Bert and ViT, each with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = {"text": "BertModel", "image": "ViTModel"}
+        self.parts = nn.ModuleDict({key: MODELS[name].task() for key, name in names.items()})
+
+    def training_step(self, batch: dict[str, Batch], batch_idx: int) -> torch.Tensor:
+        losses = {}
+        for key, task in self.parts.items():
+            features = task.encode(task.encoder, batch[key])
+            losses[key] = F.cross_entropy(task.head(features), batch[key]["y"])
+        self.log_dict(losses, batch_size=len(batch["text"]["y"]))
+        return losses["text"] + 0.5 * losses["image"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class BatchesOfBoth(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        loaders = {"text": Batches(MODELS["BertModel"]), "image": Batches(MODELS["ViTModel"])}
+        return CombinedLoader({k: d.train_dataloader() for k, d in loaders.items()}, "max_size_cycle")
