@@ -37,11 +37,18 @@ from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
 from lightning_spindle.runtime.session import TRAIN, Session, build_session
 from lightning_spindle.runtime.state import LocalisedOptimizer
-from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport, world_transport
+from lightning_spindle.runtime.transport import (
+    LocalTransport,
+    ProcessGroupTransport,
+    everyone,
+    world_transport,
+)
 
 
 class SpindleStrategy(ParallelStrategy):
     """Trains a multi-task model by an execution plan instead of by plain data parallelism.
+
+    The model is a ``MultiTaskModule``, or any LightningModule: of several loaders in a dict, each is a task.
 
     Losses, gradients and logged values are those of one process on the same global batches:
     every rank draws every task's whole batch, runs the operators that the plan gives it on
@@ -168,7 +175,7 @@ class SpindleStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if isinstance(self._transport, ProcessGroupTransport) and not self._interrupted:
-            with self._transport.explained(tuple(range(self.world_size))):
+            with self._transport.explained(everyone(self._transport)):
                 dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -182,7 +189,7 @@ class SpindleStrategy(ParallelStrategy):
         result = tensor.detach().clone().contiguous()
         result = result.to(torch.get_default_dtype()) if mean and not result.is_floating_point() else result
         op = dist.ReduceOp.SUM if mean or str(reduce_op).lower() == "sum" else reduce_op
-        with self._transport.explained(tuple(range(self.world_size))):
+        with self._transport.explained(everyone(self._transport)):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 

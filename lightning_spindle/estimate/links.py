@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from lightning_spindle.costs import EXCHANGE_BYTES
-from lightning_spindle.estimate.agreement import number_of_rank_zero, synchronize
+from lightning_spindle.estimate.devices import synchronize
 from lightning_spindle.estimate.samples import LinkSamples, fit_link
+from lightning_spindle.runtime.objects import number_of_rank_zero
 from lightning_spindle.runtime.transport import Ranks, Transport
 
 MESSAGE_BYTES = (64, 64 * 2**10, 4 * 2**20)

@@ -6,7 +6,6 @@ row between two barriers, long enough that the ranks' blocks overlap.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +15,14 @@ from typing import Any
 import torch
 
 from lightning_spindle.capture.pieces import Capture
-from lightning_spindle.estimate.agreement import number_of_rank_zero
+from lightning_spindle.estimate.devices import usable_cores
 from lightning_spindle.estimate.links import PreparedTransport, measure_links
 from lightning_spindle.estimate.passes import Callables, OperatorTime, TaskPasses
 from lightning_spindle.estimate.samples import LinkSamples, Samples
 from lightning_spindle.estimate.untouched import untouched
 from lightning_spindle.graph import Layout
 from lightning_spindle.planner.problem import LayerTime
-from lightning_spindle.runtime.objects import broadcast_object
+from lightning_spindle.runtime.objects import broadcast_object, number_of_rank_zero
 from lightning_spindle.runtime.transport import Transport
 
 Progress = Callable[[float, str], None]
@@ -100,14 +99,6 @@ def measure(
 def row_counts(batch: int, devices: int) -> list[int]:
     """r of the largest shard for every allocation of up to ``devices``, from B down."""
     return sorted({-(-batch // n) for n in range(1, min(devices, batch) + 1)}, reverse=True)
-
-
-def usable_cores(device: torch.device) -> int | None:
-    """Ranks that this machine runs at full speed at once: cores over threads of a rank; None for GPUs."""
-    if device.type != "cpu":
-        return None
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, found // int(torch.get_num_threads()))
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from lightning_spindle.estimate.agreement import synchronize
+from lightning_spindle.estimate.devices import synchronize
 from lightning_spindle.runtime.objects import broadcast_object
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.transport import Transport, everyone
 
 SAMPLE_BYTES = 16 * 2**20
 _STEPS = 5
@@ -41,7 +41,7 @@ def optimizer_s_per_byte(
     for _ in range(_STEPS):
         for c in copies:
             c.grad = torch.zeros_like(c)
-        transport.all_reduce(torch.zeros(1, device=device), tuple(range(transport.size))).wait()
+        transport.all_reduce(torch.zeros(1, device=device), everyone(transport)).wait()
         synchronize(device)
         start_s = time.perf_counter()
         stepper.step()

@@ -14,6 +14,7 @@ import torch
 
 from lightning_spindle.capture.layout import take_rows
 from lightning_spindle.capture.pieces import Capture, LeafRef, ValueRef
+from lightning_spindle.estimate.devices import synchronize
 from lightning_spindle.graph import Layout, Operator
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rows import cut
@@ -200,7 +201,7 @@ class _Watch:
         return len(self._intervals) - 1
 
     def read_ms(self) -> list[float]:
+        synchronize(self._device)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
             return [self._marks[a].elapsed_time(self._marks[b]) for a, b in self._intervals]
         return [(self._marks[b] - self._marks[a]) * 1e3 for a, b in self._intervals]

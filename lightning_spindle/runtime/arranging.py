@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_spindle.capture import batch_layout
 from lightning_spindle.capture.arrangement import SINGLE_TASK, Arrangement, Form
 from lightning_spindle.capture.pieces import BatchLayout, Capture
-from lightning_spindle.runtime.engine import TaskBatch
+from lightning_spindle.runtime.iteration import TaskBatch
 from lightning_spindle.runtime.loaders import RowsOnly, example
 from lightning_spindle.runtime.session import TRAIN, StepExample
 

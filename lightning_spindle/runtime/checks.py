@@ -11,9 +11,9 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_spindle.module import MultiTaskModule
-from lightning_spindle.runtime.engine import TaskBatch
+from lightning_spindle.runtime.iteration import TaskBatch
 from lightning_spindle.runtime.optimizers import fresh, plain
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.transport import Transport, everyone
 
 
 def require_world(live: int, expected: int) -> None:
@@ -119,7 +119,7 @@ def require_same_data(
         table[transport.rank, at, 0] = -1 if batch is None else batch.rows
         if batch is not None and batch.leaves is not None:
             table[transport.rank, at, 1] = 1.0 + _checksum(batch.leaves)
-    transport.all_reduce(table, tuple(range(transport.size))).wait()
+    transport.all_reduce(table, everyone(transport)).wait()
     why = "Every rank must draw the same global batches: do not seed samplers or generators by the rank"
     for at, name in enumerate(tasks):
         rows = table[:, at, 0].tolist()

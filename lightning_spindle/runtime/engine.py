@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,69 +17,16 @@ from lightning_spindle.capture.layout import take_rows
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LeafRef, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
-from lightning_spindle.runtime.gradients import PendingBucket, reduce_bucket
-from lightning_spindle.runtime.messages import Messenger, Received, Rows, Signature
+from lightning_spindle.runtime.gradients import reduce_bucket
+from lightning_spindle.runtime.iteration import Iteration, Mark, RunState, TaskBatch
+from lightning_spindle.runtime.messages import Messenger, Received, Signature
 from lightning_spindle.runtime.objects import broadcast_object
 from lightning_spindle.runtime.randomness import operator_randomness
-from lightning_spindle.runtime.rows import cut, join, summed
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.rows import Rows, cut, join, meeting, summed
+from lightning_spindle.runtime.transport import Transport, everyone
 from lightning_spindle.timeline import Category
 
 Callables = Mapping[str, Callable[..., tuple[Any, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class TaskBatch:
-    """A task's batch on this rank: its rows, and its leaves where the rank loads it.
-
-    ``leaves`` is None on ranks that run no operator of the task.
-    """
-
-    rows: int
-    leaves: list[Any] | None
-
-
-@dataclass(slots=True)
-class _RunState:
-    """What a run keeps from its forward to its backward."""
-
-    rows: Rows
-    inputs: dict[str, torch.Tensor]
-    outputs: dict[str, Any]
-    results: dict[str, Any]
-    gradients: dict[str, list[tuple[Rows, Received | torch.Tensor]]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Iteration:
-    """The state of one iteration: made by ``forward``, used up by ``backward``."""
-
-    index: int
-    batch_idx: int
-    batches: Mapping[str, TaskBatch]
-    signatures: Mapping[str, Signature]
-    runs: dict[int, _RunState] = field(default_factory=dict)
-    received: dict[int, list[Received]] = field(default_factory=dict)
-    results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
-    logs: dict[str, list[tuple[str, Any, dict[str, Any]]]] = field(default_factory=dict)
-    """What steps that could not be taken apart logged (key, value, options), by operator."""
-    buckets: list[PendingBucket] = field(default_factory=list)
-    passed: list[int] = field(default_factory=list)
-    """Runs whose backward is done; their inputs live until the next one starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What this rank did for an instruction, in seconds of ``time.perf_counter``.
-
-    An instruction that waited for another rank has a mark of its own for that. ``instruction``
-    is None for the wait at the end of the iteration.
-    """
-
-    instruction: Instruction | None
-    category: Category
-    start_s: float
-    end_s: float
 
 
 _CATEGORY = {
@@ -269,13 +215,13 @@ class Engine:
                 loss, iteration.logs[name] = outputs
                 outputs = (loss,) if piece.outputs else ()
             env.update(zip(piece.outputs, outputs, strict=True))
-        leaving = {e.value for e in self._leaving.get(run.index, ())}
-        given = {v for name in run.operators for v in self._capture.pieces[name].outputs}
-        iteration.runs[run.index] = _RunState(
+        leaving = [e.value for e in self._leaving.get(run.index, ())]
+        given = [v for name in run.operators for v in self._capture.pieces[name].outputs]
+        iteration.runs[run.index] = RunState(
             rows,
             inputs,
             {v: env[v] for v in leaving},
-            {v: env[v] for v in given & self._result_values},
+            {v: env[v] for v in given if v in self._result_values},
         )
 
     def _gather_inputs(self, run: ProgramRun, rows: Rows, iteration: Iteration) -> dict[str, torch.Tensor]:
@@ -286,7 +232,7 @@ class Engine:
             parts: list[tuple[Rows, torch.Tensor]] = []
             source = iteration.runs.get(edge.source)
             if source is not None:
-                shared = _meet(source.rows, rows)
+                shared = meeting(source.rows, rows)
                 if shared is not None:
                     parts.append((shared, cut(source.outputs[edge.value], value, source.rows, shared)))
             if not (parts and value.dim is None):
@@ -346,7 +292,7 @@ class Engine:
                     share = self._share(result, run, state.rows, iteration)
                     table[2 * at] += torch.as_tensor(state.results[result.value]).detach().double() * share
                     table[2 * at + 1] += 1
-        self._transport.all_reduce(table, tuple(range(self._transport.size))).wait()
+        self._transport.all_reduce(table, everyone(self._transport)).wait()
         for run in self.program.runs:
             for name in run.operators:
                 if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
@@ -403,10 +349,10 @@ class Engine:
         state.results.clear()
         iteration.passed.append(run.index)
 
-    def _pass_back(self, edge: Edge, state: _RunState, source: _RunState) -> None:
+    def _pass_back(self, edge: Edge, state: RunState, source: RunState) -> None:
         """Gives the gradient of a value to its producer on this same rank."""
         gradient = state.inputs[edge.value].grad
-        shared = _meet(source.rows, state.rows)
+        shared = meeting(source.rows, state.rows)
         if gradient is None or shared is None:
             return
         part = cut(gradient, self._values[edge.value], state.rows, shared)
@@ -449,11 +395,6 @@ def _awaited(message: Received, edge: Edge) -> torch.Tensor:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _meet(a: Rows, b: Rows) -> Rows | None:
-    first, last = max(a[0], b[0]), min(a[1], b[1])
-    return (first, last) if first < last else None
 
 
 def _by(edges: Iterable[Edge], key: Callable[[Edge], int]) -> dict[int, list[Edge]]:

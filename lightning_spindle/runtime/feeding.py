@@ -15,7 +15,7 @@ from lightning_spindle.capture.layout import require_like_example
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.module import MultiTaskModule
 from lightning_spindle.runtime import arranging
-from lightning_spindle.runtime.engine import TaskBatch
+from lightning_spindle.runtime.iteration import TaskBatch
 from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
 

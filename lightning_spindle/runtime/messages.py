@@ -16,10 +16,10 @@ import torch
 
 from lightning_spindle.graph import Value
 from lightning_spindle.program import Edge, Instruction, Kind
+from lightning_spindle.runtime.rows import Rows
 from lightning_spindle.runtime.transport import Pending, Transport
 
 Signature = tuple[Any, ...]
-Rows = tuple[int, int]
 
 _HEADER = 12
 _DTYPES = (

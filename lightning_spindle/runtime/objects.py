@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_spindle.runtime.failures import PeerError
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.transport import Transport, everyone
 
 _MEETING_TAG = 2**29 + 1
 
@@ -20,12 +20,12 @@ def broadcast_object(obj: Any, transport: Transport, device: torch.device, sourc
     """``obj`` of rank ``source`` on every rank (tensors in it come on the CPU)."""
     if transport.size == 1:
         return obj
-    everyone = tuple(range(transport.size))
+    ranks = everyone(transport)
     data = _pack(obj) if transport.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    transport.broadcast(size, source, everyone).wait()
+    transport.broadcast(size, source, ranks).wait()
     buffer = data.to(device) if transport.rank == source else _buffer(size, device)
-    transport.broadcast(buffer, source, everyone).wait()
+    transport.broadcast(buffer, source, ranks).wait()
     return obj if transport.rank == source else _unpack(buffer)
 
 
@@ -35,10 +35,10 @@ def broadcast_tensors(
     """Overwrites ``tensors`` with those of rank ``source``, many in one call, on every rank."""
     if transport.size == 1:
         return
-    everyone = tuple(range(transport.size))
+    ranks = everyone(transport)
     for chunk in _chunks(tensors, chunk_bytes):
         flat = torch.cat([t.detach().reshape(-1) for t in chunk])
-        transport.broadcast(flat, source, everyone).wait()
+        transport.broadcast(flat, source, ranks).wait()
         at = 0
         for t in chunk:
             t.detach().copy_(flat[at : at + t.numel()].view(t.shape))
@@ -75,6 +75,13 @@ def gather_objects(obj: Any, transport: Transport, device: torch.device, tag: in
     return found
 
 
+def number_of_rank_zero(transport: Transport, device: torch.device, number: int) -> int:
+    """Rank 0's number on every rank. All ranks leave together: it serves as a barrier."""
+    table = torch.tensor([number if transport.rank == 0 else 0], dtype=torch.int64, device=device)
+    transport.all_reduce(table, everyone(transport)).wait()
+    return int(table.item())
+
+
 def meet(what: str, transport: Transport, device: torch.device) -> None:
     """Returns where every rank has called it; messages, so that no other collective pairs with it.
 
@@ -100,7 +107,7 @@ def require_agreement(what: str, text: str, transport: Transport, device: torch.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     table = torch.zeros(transport.size, dtype=torch.int64, device=device)
     table[transport.rank] = digest
-    transport.all_reduce(table, tuple(range(transport.size))).wait()
+    transport.all_reduce(table, everyone(transport)).wait()
     digests = table.tolist()
     different = [rank for rank, d in enumerate(digests) if d != digests[0]]
     if different:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_spindle.capture.pieces import BatchIndex, Capture, PartRef, RowsRef, Total
 from lightning_spindle.runtime.arranging import guessed_rows
-from lightning_spindle.runtime.engine import Iteration
+from lightning_spindle.runtime.iteration import Iteration
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.replay import LOCAL_OPTIONS, replay_logs, task_losses
 from lightning_spindle.runtime.session import Step, TotalRun

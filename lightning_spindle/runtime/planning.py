@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from lightning_spindle.capture import Capture, flatten
 from lightning_spindle.costs import Costs
-from lightning_spindle.estimate.measure import measure, usable_cores
+from lightning_spindle.estimate.devices import usable_cores
+from lightning_spindle.estimate.measure import measure
 from lightning_spindle.estimate.optimizer import optimizer_s_per_byte
 from lightning_spindle.estimate.problem import cluster_from, measured_costs, planning_problem
 from lightning_spindle.graph import MetaGraph

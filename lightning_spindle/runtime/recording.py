@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spindle.costs import Costs
 from lightning_spindle.program import Program
-from lightning_spindle.runtime.engine import Mark
+from lightning_spindle.runtime.iteration import Mark
 from lightning_spindle.runtime.objects import gather_objects
 from lightning_spindle.runtime.session import Step
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.transport import Transport, everyone
 from lightning_spindle.simulate import simulate
 from lightning_spindle.timeline import Category, Event, Timeline, comparison, timeline_trace
 
@@ -92,11 +92,11 @@ def _clock_offset_s(transport: Transport, device: torch.device) -> float:
     differences = []
     for _ in range(_CLOCK_TRIES):
         barrier = torch.zeros(1, device=device)
-        transport.all_reduce(barrier, tuple(range(transport.size))).wait()
+        transport.all_reduce(barrier, everyone(transport)).wait()
         now_s = time.perf_counter()
         table = torch.zeros(transport.size, dtype=torch.float64, device=device)
         table[transport.rank] = now_s
-        transport.all_reduce(table, tuple(range(transport.size))).wait()
+        transport.all_reduce(table, everyone(transport)).wait()
         differences.append(now_s - float(table[0]))
     return median(differences)
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from lightning_spindle.capture.pieces import Capture
-from lightning_spindle.runtime.engine import Iteration
+from lightning_spindle.runtime.iteration import Iteration
 
 LOCAL_OPTIONS = ("sync_dist", "sync_dist_group", "metric_attribute")
 """Options of ``self.log`` that say nothing here: values are global already, metrics are found by name."""

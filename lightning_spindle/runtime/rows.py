@@ -8,8 +8,17 @@ import torch
 
 from lightning_spindle.graph import Value
 
+Rows = tuple[int, int]
+"""Rows [first, last) of a batch."""
 
-def cut(tensor: torch.Tensor, value: Value, have: tuple[int, int], want: tuple[int, int]) -> torch.Tensor:
+
+def meeting(a: Rows, b: Rows) -> Rows | None:
+    """The rows that are in both; None where there are none."""
+    first, last = max(a[0], b[0]), min(a[1], b[1])
+    return (first, last) if first < last else None
+
+
+def cut(tensor: torch.Tensor, value: Value, have: Rows, want: Rows) -> torch.Tensor:
     """Rows ``want`` of a tensor that holds rows ``have``; the tensor itself where it has no rows."""
     if value.dim is None or have == want:
         return tensor
@@ -17,7 +26,7 @@ def cut(tensor: torch.Tensor, value: Value, have: tuple[int, int], want: tuple[i
     return tensor.narrow(value.dim, start, (want[1] - want[0]) * value.per_row)
 
 
-def join(parts: Sequence[tuple[tuple[int, int], torch.Tensor]], value: Value) -> torch.Tensor:
+def join(parts: Sequence[tuple[Rows, torch.Tensor]], value: Value) -> torch.Tensor:
     """One tensor from parts that follow each other in rows."""
     if value.dim is None or len(parts) == 1:
         return parts[0][1]
@@ -28,8 +37,8 @@ def join(parts: Sequence[tuple[tuple[int, int], torch.Tensor]], value: Value) ->
 def summed(
     like: torch.Tensor,
     value: Value,
-    have: tuple[int, int],
-    parts: Sequence[tuple[tuple[int, int], torch.Tensor]],
+    have: Rows,
+    parts: Sequence[tuple[Rows, torch.Tensor]],
 ) -> torch.Tensor:
     """The sum of gradient parts, each for some rows of ``like``, which holds rows ``have``.
 

@@ -20,7 +20,7 @@ from lightning_spindle.program import Program, ProgramRun, follow, holders, lowe
 from lightning_spindle.runtime.engine import Engine
 from lightning_spindle.runtime.objects import broadcast_object, broadcast_tensors, require_agreement
 from lightning_spindle.runtime.state import LocalisedModel
-from lightning_spindle.runtime.transport import ProcessGroupTransport, Transport
+from lightning_spindle.runtime.transport import ProcessGroupTransport, Transport, everyone
 from lightning_spindle.simulate import check_deadlock
 
 TRAIN = "training_step"
@@ -123,9 +123,8 @@ def build_session(
         _require_fit(planned.plan, metagraph, transport.size)
     placed = _place(captures, planned.plan if planned else None, metagraph, transport.size)
     held = holders([(placed[step], captures[step].graph) for step in captures])
-    everyone = tuple(range(transport.size))
     joining = {p for c in captures.values() for total in c.totals.values() for p in total.parameters}
-    held |= {p: everyone for p in joining if p in held}
+    held |= {p: everyone(transport) for p in joining if p in held}
     programs = {
         step: lower(
             placed[step],

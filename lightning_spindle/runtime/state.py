@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_spindle.runtime.objects import broadcast_tensors, gather_objects
-from lightning_spindle.runtime.transport import Transport
+from lightning_spindle.runtime.transport import Transport, everyone
 
 _STATE_TAG = 0
 
@@ -42,8 +42,7 @@ class LocalisedModel:
         self._transport = transport
         self._device = device
         self._written = dict(sorted(written.items()))
-        everyone = tuple(range(transport.size))
-        self._held = {name: held.get(name, everyone) for name, _ in model.named_parameters()}
+        self._held = {name: held.get(name, everyone(transport)) for name, _ in model.named_parameters()}
         self._complete = True
 
     @property
@@ -70,10 +69,10 @@ class LocalisedModel:
         """Completes the model on every rank (collective)."""
         if self._complete:
             return
-        everyone = tuple(range(self._transport.size))
-        parted = {n: p for n, p in self._model.named_parameters() if self._held[n] != everyone}
+        ranks = everyone(self._transport)
+        parted = {n: p for n, p in self._model.named_parameters() if self._held[n] != ranks}
         full = {n: p.detach() if self.holds(n) else self._empty(p) for n, p in parted.items()}
-        for owner in everyone:
+        for owner in ranks:
             tensors = [t for n, t in full.items() if self.owner(n) == owner]
             broadcast_tensors(tensors, self._transport, owner)
         for name, parameter in parted.items():

@@ -54,6 +54,11 @@ class Transport(Protocol):
         ...
 
 
+def everyone(transport: Transport) -> Ranks:
+    """All ranks of a transport."""
+    return tuple(range(transport.size))
+
+
 class _Done:
     def wait(self) -> None:
         """Nothing was under way."""
@@ -118,8 +123,7 @@ class ProcessGroupTransport:
 
     def prepare(self, groups: Iterable[Ranks]) -> None:
         """Creates groups that are not there yet; a collective call, in sorted order."""
-        everyone = tuple(range(self.size))
-        self._groups.setdefault(everyone, self._world)
+        self._groups.setdefault(everyone(self), self._world)
         for ranks in sorted(set(groups)):
             if ranks not in self._groups and len(ranks) > 1:
                 self._groups[ranks] = self._subgroup(ranks)

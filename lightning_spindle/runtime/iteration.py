@@ -1,0 +1,70 @@
+"""One iteration on one rank: the batches it gets, what it keeps on the way, and when it did what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_spindle.graph import Result
+from lightning_spindle.program import Instruction
+from lightning_spindle.runtime.gradients import PendingBucket
+from lightning_spindle.runtime.messages import Received, Signature
+from lightning_spindle.runtime.rows import Rows
+from lightning_spindle.timeline import Category
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBatch:
+    """A task's batch on this rank: its rows, and its leaves where the rank loads it.
+
+    ``leaves`` is None on ranks that run no operator of the task.
+    """
+
+    rows: int
+    leaves: list[Any] | None
+
+
+@dataclass(slots=True)
+class RunState:
+    """What a run keeps from its forward to its backward."""
+
+    rows: Rows
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, Any]
+    results: dict[str, Any]
+    gradients: dict[str, list[tuple[Rows, Received | torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """The state of one iteration: made by ``forward``, used up by ``backward``."""
+
+    index: int
+    batch_idx: int
+    batches: Mapping[str, TaskBatch]
+    signatures: Mapping[str, Signature]
+    runs: dict[int, RunState] = field(default_factory=dict)
+    received: dict[int, list[Received]] = field(default_factory=dict)
+    results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
+    logs: dict[str, list[tuple[str, Any, dict[str, Any]]]] = field(default_factory=dict)
+    """What steps that could not be taken apart logged (key, value, options), by operator."""
+    buckets: list[PendingBucket] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+    """Runs whose backward is done; their inputs live until the next one starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What this rank did for an instruction, in seconds of ``time.perf_counter``.
+
+    An instruction that waited for another rank has a mark of its own for that. ``instruction``
+    is None for the wait at the end of the iteration.
+    """
+
+    instruction: Instruction | None
+    category: Category
+    start_s: float
+    end_s: float
