@@ -419,6 +419,12 @@ class SpindleStrategy(ParallelStrategy):
         if self._session is not None:
             self._session.state.share_buffers()
 
+    def on_validation_end(self) -> None:
+        # And validation may have written some that training reads.
+        self.on_validation_start()
+
+    on_test_end = on_validation_end
+
     def on_train_end(self) -> None:
         """The model is complete on every rank after fit, as before it; the timeline is written."""
         if self._session is None:

@@ -76,7 +76,9 @@ def capture(
                 coarse[parts[task].operators[0].name] = reason_of(error)
     graph = _graph(model, layouts, batches, parts)
     pieces: dict[str, Piece] = {name: piece for part in parts.values() for name, piece in part.pieces.items()}
-    return Capture(graph, pieces, {t: layouts[t] for t in parts}, tuple(logs), coarse)
+    return Capture(
+        graph, pieces, {t: layouts[t] for t in parts}, tuple(logs), coarse, written=_written(parts)
+    )
 
 
 def _of_module(
@@ -98,6 +100,7 @@ def _of_module(
         arrangement=arrangement,
         totals=joint.totals,
         refused=joint.refused,
+        written=_written(joint.parts),
     )
 
 
@@ -131,6 +134,11 @@ def _graph(
         results=tuple(r for part in parts.values() for r in part.results),
         rows=tuple((task, layouts[task].rows(flatten(batches[task])[0])) for task in parts),
     )
+
+
+def _written(parts: Mapping[str, Parts]) -> dict[str, frozenset[str]]:
+    """Operator to buffers of each module of which it writes any."""
+    return {name: frozenset(own) for part in parts.values() for name, own in part.written.items() if own}
 
 
 def _chained(parts: Mapping[str, Parts]) -> list[Operator]:

@@ -159,6 +159,8 @@ class Capture:
     The step of a module of its own, not of a ``MultiTaskModule``, has an ``arrangement`` and, for
     each set of tasks that a batch may hold, a total (with the logs), or a reason why such a batch
     is refused. A task that is no loader of the arrangement gets the step's whole batch.
+
+    ``written`` names, by operator, buffers of each module of which it writes any.
     """
 
     graph: OperatorGraph
@@ -169,6 +171,7 @@ class Capture:
     arrangement: Arrangement | None = None
     totals: Mapping[frozenset[str], Total] = field(default_factory=dict)
     refused: Mapping[frozenset[str], str] = field(default_factory=dict)
+    written: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def batches(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Example batches by the tasks of this step."""

@@ -35,7 +35,7 @@ def follow(
 
     An operator goes to the devices of the run that holds most of its parameters (of its own
     task where there is a choice), one without parameters to the devices that give its
-    inputs, else to all devices.
+    inputs, else to all devices. What writes a buffer goes where training writes it.
     """
     holding = {name: run for run in runs for name in run.operators}
     users: dict[str, list[str]] = {}
@@ -43,6 +43,7 @@ def follow(
         for p in o.parameters:
             users.setdefault(p, []).append(o.name)
     producers = graph.producers()
+    pins = {o.pin: holding[o.name].devices for o in trained.operators if o.pin is not None}
     where: dict[str, tuple[int, ...]] = {}
     for o in graph.operators:
         votes: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -58,6 +59,8 @@ def follow(
         if o.layout is Layout.EVERYWHERE:
             group = everywhere
         where[o.name] = group[:1] if o.layout is Layout.WHOLE else group
+        if o.pin is not None:
+            where[o.name] = pins.setdefault(o.pin, where[o.name])
     return _in_order(
         [
             ProgramRun(i, o.name, o.task, (o.name,), where[o.name], o.layout)

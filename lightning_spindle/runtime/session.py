@@ -13,7 +13,7 @@ from lightning_spindle.capture import capture
 from lightning_spindle.capture.arrangement import Arrangement
 from lightning_spindle.capture.pieces import BatchLayout, Capture, Total
 from lightning_spindle.costs import Costs
-from lightning_spindle.graph import MetaGraph, OperatorGraph
+from lightning_spindle.graph import Layout, MetaGraph
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner.contraction import contract
 from lightning_spindle.program import Program, ProgramRun, follow, holders, lower, place_plan, spread
@@ -137,7 +137,7 @@ def build_session(
     }
     for program in programs.values():
         check_deadlock(program)
-    written = _written_buffers(model, trained.graph, placed[TRAIN]) if trained is not None else {}
+    written = _written_buffers(model, captures, placed)
     if isinstance(transport, ProcessGroupTransport):
         transport.prepare(group for program in programs.values() for group in program.groups())
     state = LocalisedModel(model, held, written, transport, device)
@@ -205,16 +205,22 @@ def _trainable(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _written_buffers(model: nn.Module, graph: OperatorGraph, runs: Sequence[ProgramRun]) -> dict[str, int]:
-    """Buffer to the rank whose operators write it (their pin names the module)."""
-    devices = {name: run.devices[0] for run in runs for name in run.operators}
-    written: dict[str, int] = {}
-    for operator in graph.operators:
-        if operator.pin is not None:
-            prefix = operator.pin.removeprefix("buffers:") + "."
-            names = [n for n, _ in model.named_buffers() if n.startswith(prefix)]
-            written.update(dict.fromkeys(names, devices[operator.name]))
-    return written
+def _written_buffers(
+    model: nn.Module, captures: Mapping[str, Capture], placed: Mapping[str, Sequence[ProgramRun]]
+) -> dict[str, int]:
+    """Buffer to the rank whose operators write its module's; what every rank writes is left out."""
+    owners: dict[str, int] = {}
+    for step in sorted(captures, key=lambda name: name != TRAIN):
+        for run in placed[step]:
+            if run.layout is not Layout.EVERYWHERE:
+                for buffer in (b for o in run.operators for b in captures[step].written.get(o, ())):
+                    owners.setdefault(_module_of(buffer), run.devices[0])
+    names = [name for name, _ in model.named_buffers() if _module_of(name) in owners]
+    return {name: owners[_module_of(name)] for name in names}
+
+
+def _module_of(buffer: str) -> str:
+    return buffer.rpartition(".")[0]
 
 
 def _lines(captured: Capture) -> str:
