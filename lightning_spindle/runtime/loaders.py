@@ -37,11 +37,15 @@ class TaskLoader:
     def __init__(self, loader: Any, needed: Callable[[TaskLoader], bool]) -> None:
         self.loader = loader
         self._needed = needed
+        self._epochs_skipped = 0
 
     def __iter__(self) -> Iterator[Any]:
         if self._needed(self) or not _countable(self.loader):
             return iter(self.loader)
-        return _RowCounter(self.loader)
+        # Workers that stay draw their seed once, when they start.
+        drawn = self._epochs_skipped > 0 and bool(self.loader.persistent_workers)
+        self._epochs_skipped += 1
+        return _RowCounter(self.loader, drawn)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -53,12 +57,16 @@ class TaskLoader:
 
 
 class _RowCounter:
-    """Iterates over a loader's batches as rows, drawing from generators as the loader would."""
+    """Iterates over a loader's batches as rows, drawing from generators as the loader would.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    ``seeded``: the loader's workers already have their seed.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seeded: bool = False) -> None:
         # DataLoader draws its base seed when the iterator is made; with workers it also asks
         # the sampler for the first batches then, without at the first next.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        if not seeded:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._indices = iter(loader.batch_sampler)
         self._ahead: list[int] = []
         for _ in range(loader.num_workers * (loader.prefetch_factor or 0)):

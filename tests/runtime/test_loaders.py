@@ -21,15 +21,16 @@ class Counting(Dataset[int]):
         return index
 
 
-def draws(needed: bool, workers: int) -> tuple[list[Any], list[torch.Tensor], int]:
+def draws(needed: bool, workers: int, stay: bool = False) -> tuple[list[Any], list[torch.Tensor], int]:
     torch.manual_seed(5)
     data = [Counting(13), Counting(10)]
+    options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "persistent_workers": stay}
     loaders = [
-        TaskLoader(DataLoader(data[0], 4, shuffle=True, num_workers=workers), lambda _: True),
-        TaskLoader(DataLoader(data[1], 3, shuffle=True, num_workers=workers), lambda _: needed),
+        TaskLoader(DataLoader(data[0], 4, **options), lambda _: True),
+        TaskLoader(DataLoader(data[1], 3, **options), lambda _: needed),
     ]
     seen, after = [], []
-    for _ in range(2):
+    for _ in range(3 if stay else 2):
         iterators = [iter(loader) for loader in loaders]
         for batches in zip(*iterators, strict=False):
             seen.append(batches)
@@ -37,10 +38,10 @@ def draws(needed: bool, workers: int) -> tuple[list[Any], list[torch.Tensor], in
     return seen, after, data[1].reads
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_skipping_a_loader_changes_no_draw(workers: int) -> None:
-    full, rest, reads = draws(True, workers)
-    skipped, rest_skipped, no_reads = draws(False, workers)
+@pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
+def test_skipping_a_loader_changes_no_draw(workers: int, stay: bool) -> None:
+    full, rest, reads = draws(True, workers, stay)
+    skipped, rest_skipped, no_reads = draws(False, workers, stay)
     assert [a.tolist() for a, _ in full] == [a.tolist() for a, _ in skipped]
     assert all(isinstance(b, RowsOnly) for _, b in skipped)
     assert [len(b) for _, b in full] == [b.rows for _, b in skipped]
