@@ -192,6 +192,12 @@ def _place(
 def _require_fit(plan: ExecutionPlan, metagraph: MetaGraph, devices: int) -> None:
     if plan.devices != devices:
         raise ValueError(f"invalid plan: it is for {plan.devices} devices, there are {devices}")
+    other = [run for run in plan.runs if run.configuration.data != len(run.devices)]
+    if other:
+        raise ValueError(
+            f"invalid plan: {other[0]} is configured as {other[0].configuration}; operators run data "
+            f"parallel only, tensor and sequence parallelism are not supported yet"
+        )
     plan.validate(metagraph)
 
 

@@ -1,5 +1,6 @@
 """Bad input gets one clear error on every rank, before any collective can hang."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_spindle import MultiTaskDataModule, MultiTaskModule
-from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.plan import Configuration, ExecutionPlan
 from lightning_spindle.strategy import SpindleStrategy
 from tests.strategy.ending import assert_all_ended, assert_refused, watch_fit
 from tests.support import toys
@@ -65,6 +66,14 @@ def test_plan_for_another_number_of_devices() -> None:
     plan = plan_on(2, (0,), (1,))
     outcomes = watch_fit(3, strategy=lambda rank: {"plan": plan})
     assert_refused(outcomes, "ValueError", "plan", "for 2 devices, there are 3")
+
+
+def test_plan_with_another_parallelism() -> None:
+    """It must not run as another plan than it says."""
+    plan = plan_on(2, (0,), (0, 1))
+    runs = [replace(run, configuration=Configuration(data=1, tensor=len(run.devices))) for run in plan.runs]
+    outcomes = watch_fit(2, strategy=lambda rank: {"plan": replace(plan, runs=tuple(runs))})
+    assert_refused(outcomes, "ValueError", "invalid plan", "tp2", "data parallel")
 
 
 def test_plan_for_another_model() -> None:
