@@ -224,9 +224,9 @@ class SpindleStrategy(ParallelStrategy):
         model = self.lightning_module
         assert model is not None
         trainer = model.trainer
-        states = broadcast_object(_collect_rng_states(include_cuda=False), self._transport, self.root_device)
+        own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
+        states, seed = self.broadcast((_collect_rng_states(include_cuda=False), own))
         _set_rng_states(states)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
         plan = self._given_plan
         settings = (
             f"planner={self._planner}\noperators={self._operators}\nplan={plan}\n{plan and plan.to_json()}"
@@ -406,11 +406,15 @@ class SpindleStrategy(ParallelStrategy):
             yield self.lightning_module
             return
         self._meet("strategy.full_model()")
-        self._session.state.consolidate()
+        state = self._session.state
+        complete = state.complete
+        state.consolidate()
         try:
             yield self.lightning_module
         finally:
-            self._session.state.localise()
+            # Within another full_model(), or after the fit, it stays complete.
+            if not complete:
+                state.localise()
 
     # ----------------------------------------------------------------------- end
 
@@ -452,7 +456,7 @@ class SpindleStrategy(ParallelStrategy):
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
-        self._session = self._recording = None
+        self._session = self._recording = self._outcome = self._iteration = None
         self._metrics = {}
         super().teardown()
         self._lightning_module = model

@@ -316,6 +316,33 @@ def test_full_model() -> None:
     assert_like_one_process(script, 3, plan=apart(3))
 
 
+class UsesFullModelLate(Callback):
+    """Nested, and when the fit has ended."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.enter(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.enter(trainer)
+
+    def enter(self, trainer: Trainer) -> None:
+        if isinstance(trainer.strategy, SpindleStrategy):
+            with trainer.strategy.full_model() as model:
+                with trainer.strategy.full_model():
+                    pass
+                weights(model)
+                assert not any(p.device.type == "meta" for p in model.parameters())
+
+
+def test_full_model_leaves_a_complete_model_complete() -> None:
+    def script(rank: int, make: Callable[..., Trainer]) -> Any:
+        model = toys.model()
+        make(callbacks=[UsesFullModelLate()]).fit(model, toys.data())
+        return weights(model)
+
+    assert_like_one_process(script, 3, plan=apart(3))
+
+
 class Hooked(toys.Classify):
     """Counts the hooks of a task."""
 
