@@ -73,9 +73,12 @@ def require_separable(optimizer: Any) -> None:
 
     Each rank steps only the parameters that it holds. That is the same as one joint step for
     optimizers that treat parameters one by one (SGD, Adam, ...), and wrong for others (LBFGS).
-    Checked by a joint against two single steps of a fresh optimizer of the class.
+    Checked by a joint against two single steps of a fresh optimizer of the class, on the device of
+    its parameters (some options, such as ``capturable``, work on some devices only).
     """
-    joint = [torch.nn.Parameter(torch.tensor([1.0, -2.0])), torch.nn.Parameter(torch.tensor([[3.0, 0.5]]))]
+    device = next((p.device for group in plain(optimizer).param_groups for p in group["params"]), None)
+    values = torch.tensor([1.0, -2.0], device=device), torch.tensor([[3.0, 0.5]], device=device)
+    joint = [torch.nn.Parameter(value) for value in values]
     single = [torch.nn.Parameter(p.detach().clone()) for p in joint]
     try:
         steppers = [fresh(optimizer, joint)] + [fresh(optimizer, [p]) for p in single]

@@ -106,7 +106,7 @@ def outcome_of_module(
         else:
             assert isinstance(source, BatchIndex)
             arguments.append(iteration.batch_idx)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and run.total.gives != "nothing":  # else no backward takes them away again
         outcome.handles += [p.register_hook(torch.zeros_like) for p in run.foreign if p.requires_grad]
     with operator_randomness(device, seed, iteration.index, "total", 0):
         values = dict(zip(run.total.outputs, run.function(*arguments), strict=True))
