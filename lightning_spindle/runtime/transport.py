@@ -129,13 +129,15 @@ class ProcessGroupTransport:
                 self._groups[ranks] = self._subgroup(ranks)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
-        pending = self._post(lambda: self._world.send([tensor], to, tag), tensor, (to,))
+        data = _as_bytes(tensor)
+        pending = self._post(lambda: self._world.send([data], to, tag), data, (to,))
         if self._blocking:
             pending.wait()
         return pending
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
-        return self._post(lambda: self._world.recv([tensor], source, tag), tensor, (source,))
+        data = _as_bytes(tensor)
+        return self._post(lambda: self._world.recv([data], source, tag), data, (source,))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
         if len(ranks) == 1:
@@ -147,11 +149,11 @@ class ProcessGroupTransport:
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> Pending:
         if len(ranks) == 1:
             return _Done()
-        assert tensor.is_contiguous()
+        data = _as_bytes(tensor)
         options = dist.BroadcastOptions()
         options.rootRank = ranks.index(source)
         options.rootTensor = 0
-        return self._post(lambda: self._group(ranks).broadcast([tensor], options), tensor, ranks)
+        return self._post(lambda: self._group(ranks).broadcast([data], options), data, ranks)
 
     @contextmanager
     def explained(self, peers: Ranks) -> Iterator[None]:
@@ -191,6 +193,12 @@ class ProcessGroupTransport:
     def _post(self, start: Callable[[], dist.Work], tensor: torch.Tensor, peers: Ranks) -> Pending:
         with self.explained(peers):
             return _Work(start(), tensor, self, peers)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, for what only moves: backends do not know every dtype."""
+    assert tensor.is_contiguous()
+    return tensor.view(-1).view(torch.uint8)
 
 
 def world_transport(
