@@ -86,6 +86,7 @@ class Engine:
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
         self._result_values = {r.value for r in capture.graph.results}
+        self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
         self._losses = {r.value: r for r in capture.graph.results if r.is_loss}
         self._frozen = [n for n, p in parameters.items() if not p.requires_grad]
 
@@ -108,7 +109,7 @@ class Engine:
             for task, batch in batches.items()
             if batch.leaves is not None
         }
-        iteration = Iteration(index, batch_idx, batches, signatures)
+        iteration = Iteration(index, batch_idx, dict(batches), signatures)
         for instruction in self._forwards:
             self._execute(instruction, iteration)
         # All ranks were in the exchange, so that everything sent before it has arrived.
@@ -282,7 +283,11 @@ class Engine:
     def _exchange(self, iteration: Iteration) -> dict[Result, float | torch.Tensor]:
         """Each result of the step, the same on every rank; absent where its task was idle."""
         results = self._graph.results
-        table = torch.zeros(2 * len(results), dtype=torch.float64, device=self._device)
+        size = 2 * len(results) + len(self._readers)
+        table = torch.zeros(size, dtype=torch.float64, device=self._device)
+        for at, (task, reader) in enumerate(self._readers.items(), 2 * len(results)):
+            if reader == self._transport.rank and task in iteration.batches:
+                table[at] = iteration.batches[task].rows
         for run in self.program.runs:
             state = iteration.runs.get(run.index)
             if state is None:
@@ -293,6 +298,8 @@ class Engine:
                     table[2 * at] += torch.as_tensor(state.results[result.value]).detach().double() * share
                     table[2 * at + 1] += 1
         self._transport.all_reduce(table, everyone(self._transport)).wait()
+        figures = table.tolist()
+        self._take_rows(iteration, figures[2 * len(results) :])
         for run in self.program.runs:
             for name in run.operators:
                 if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
@@ -302,8 +309,18 @@ class Engine:
                     iteration.logs[name] = broadcast_object(
                         logs, self._transport, self._device, run.devices[0]
                     )
-        present = table[1::2].tolist()
-        return {r: table[2 * i] for i, r in enumerate(results) if present[i]}
+        return {r: table[2 * i] for i, r in enumerate(results) if figures[2 * i + 1]}
+
+    def _take_rows(self, iteration: Iteration, rows: list[float]) -> None:
+        """Readers tell how many rows there were: the user's collating may drop some, or the batch."""
+        for task, count in zip(self._readers, rows, strict=True):
+            own = iteration.batches.get(task)
+            if own is None or own.leaves is not None:
+                continue
+            if count:
+                iteration.batches[task] = TaskBatch(int(count), None)
+            else:
+                del iteration.batches[task]
 
     def _speaks(self, run: ProgramRun) -> bool:
         """Of an operator that runs everywhere, one rank reports the results."""

@@ -44,7 +44,7 @@ class Iteration:
 
     index: int
     batch_idx: int
-    batches: Mapping[str, TaskBatch]
+    batches: dict[str, TaskBatch]
     signatures: Mapping[str, Signature]
     runs: dict[int, RunState] = field(default_factory=dict)
     received: dict[int, list[Received]] = field(default_factory=dict)
