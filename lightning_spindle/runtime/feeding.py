@@ -99,6 +99,7 @@ def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iter
     _require_known(loaders, trainer.lightning_module.tasks)
     batches: dict[str, Any] = {}
     layouts: dict[str, BatchLayout] = {}
+    drawing: set[str] = set()
     for task in sorted(set(wanted) & loaders.keys(), key=list(trainer.lightning_module.tasks).index):
         try:
             given = example(loaders[task])
@@ -106,9 +107,12 @@ def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iter
         except ValueError as e:
             raise ValueError(f"task {task}, {step}: {e}") from e
         batches[task] = given.batch
+        if given.draws:
+            drawing.add(task)
     batches = trainer.precision_plugin.convert_input(batches)
     batches = trainer.lightning_module._on_before_batch_transfer(batches, dataloader_idx=0)
-    return StepExample(strategy.batch_to_device(batches, dataloader_idx=0), layouts)
+    on_device = strategy.batch_to_device(batches, dataloader_idx=0)
+    return StepExample(on_device, layouts, drawing=frozenset(drawing))
 
 
 def _require_known(given: Mapping[str, Any], tasks: Iterable[str]) -> None:
@@ -172,8 +176,9 @@ def step_batches(
 def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
     """Whether this rank needs the samples of a loader.
 
-    It does where it runs an operator of the loader's task, where user code sees batches, and
-    where the loader's place among the tasks is not known.
+    It does where it runs an operator of the loader's task, where user code sees batches, where
+    reading draws from generators that all ranks keep in step, and where the loader's place among
+    the tasks is not known.
     """
     if _batches_are_seen(trainer):
         return True
@@ -183,6 +188,8 @@ def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
             continue
         for name, candidate in arranging.loaders_of(combined.iterables).items():
             if candidate is loader and step in session.steps:
+                if name in session.steps[step].drawing:
+                    return True
                 captured = session.steps[step].capture
                 if captured.arrangement is None:
                     return name in session.steps[step].engine.tasks

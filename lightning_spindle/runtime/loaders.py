@@ -6,10 +6,13 @@ each, but only ranks that run an operator of a task read and collate its samples
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -98,11 +101,15 @@ def _countable(loader: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example batch, with what it was collated from where the loader tells."""
+    """An example batch, with what it was collated from where the loader tells.
+
+    ``draws``: reading it moves this process's random generators, so that every rank must read.
+    """
 
     batch: Any
     samples: list[Any] | None
     collate: Callable[[list[Any]], Any] | None
+    draws: bool = False
 
 
 def example(loader: Any) -> Example:
@@ -123,8 +130,15 @@ def example(loader: Any) -> Example:
     rows = min(_batch_size(loader), len(dataset))
     if rows == 0:
         raise ValueError("its dataset has no samples")
+    before = _generators()
     samples = [dataset[i * len(dataset) // rows] for i in range(rows)]
-    return Example(loader.collate_fn(samples), samples, loader.collate_fn)
+    batch = loader.collate_fn(samples)
+    return Example(batch, samples, loader.collate_fn, loader.num_workers == 0 and _generators() != before)
+
+
+def _generators() -> tuple[Any, ...]:
+    """The state of the generators that samplers and datasets share."""
+    return torch.get_rng_state().tolist(), random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def _batch_size(loader: DataLoader[Any]) -> int:

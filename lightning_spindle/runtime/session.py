@@ -30,12 +30,14 @@ TRAIN = "training_step"
 class StepExample:
     """Example batches of a step on the device, by task, and how each is taken apart.
 
-    ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``.
+    ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``. Loaders
+    named in ``drawing`` move the generators of the process that reads them.
     """
 
     batches: Mapping[str, Any]
     layouts: Mapping[str, BatchLayout]
     arrangement: Arrangement | None = None
+    drawing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,16 @@ class TotalRun:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that this rank can run; ``totals`` by the tasks that a batch holds."""
+    """A step that this rank can run; ``totals`` by the tasks that a batch holds.
+
+    Every rank must read the loaders named in ``drawing``.
+    """
 
     capture: Capture
     program: Program
     engine: Engine
     totals: Mapping[frozenset[str], TotalRun] = field(default_factory=dict)
+    drawing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,7 @@ def build_session(
             programs[step],
             _engine(programs[step], c, mine, transport, device, seed),
             {a: _total_run(total, programs[step], mine, transport) for a, total in c.totals.items()},
+            examples[step].drawing,
         )
         for step, c in captures.items()
     }

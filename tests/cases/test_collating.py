@@ -1,15 +1,15 @@
-"""Collating that drops rows, or a whole batch: ranks that did not read it learn how many rows there were."""
+"""Collating that drops rows, or a whole batch, or draws: ranks that do not read are told, or read too."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_spindle.capture import CaptureWarning
 from tests.cases.test_kinds_of_tasks import Plain
 from tests.support.fitting import assert_same_fit, plain_fit
-from tests.support.small import Given, Layer, Sample, forced_fit, multi, random_samples, together
+from tests.support.small import Given, Layer, Sample, Samples, forced_fit, multi, random_samples, together
 
 
 class Opaque(Plain):
@@ -46,4 +46,33 @@ def test_collating_that_drops_rows(kind: type[Plain]) -> None:
 
     options = {"max_epochs": 2, "max_steps": -1}
     ours = forced_fit(model, data, 3, {"a/": (0,), "b/": (1,), "c/": (2,)}, timeout_s=40, **options)
+    assert_same_fit(ours, plain_fit(model, data, **options))
+
+
+def noisy(rows: list[Sample]) -> Any:
+    batch = default_collate(rows)
+    return {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
+
+
+class Shuffled(Given):
+    """Masked, or noised, anew in each epoch by the process that reads: its order of samples is drawn too."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Samples(self.samples), 4, shuffle=True, collate_fn=self.collate)
+
+
+def test_collating_that_draws() -> None:
+    """Without workers it moves the generator that samplers draw from: the same on all ranks."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return multi({t: Plain() for t in "abc"})
+
+    def data() -> Any:
+        made = {t: random_samples(8, k, x=(3,), y=(1,)) for k, t in enumerate("abc")}
+        collates = {"a": noisy, "b": noisy, "c": default_collate}
+        return together(**{t: Shuffled(made[t], [8], collates[t]) for t in "abc"})
+
+    options = {"max_epochs": 3, "max_steps": -1}
+    ours = forced_fit(model, data, 3, {"a/": (0,), "b/": (1,), "c/": (2,)}, **options)
     assert_same_fit(ours, plain_fit(model, data, **options))
