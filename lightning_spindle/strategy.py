@@ -164,8 +164,11 @@ class SpindleStrategy(ParallelStrategy):
         device_id = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         checks.require_world(dist.get_world_size(), self.world_size)
-        self._failures = default_failures()
-        self._transport = world_transport(self._timeout, failures=self._failures)
+        before = self._transport
+        # Kept for the next run: its groups are there, and a new one would make them again.
+        if not isinstance(before, ProcessGroupTransport) or before.world is not dist.group.WORLD:
+            self._failures = default_failures()
+            self._transport = world_transport(self._timeout, failures=self._failures)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -184,11 +187,14 @@ class SpindleStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor) or not isinstance(self._transport, ProcessGroupTransport):
             return tensor
-        mean = str(reduce_op).lower() in ("mean", "avg")
+        named = isinstance(reduce_op, str)
+        mean = reduce_op.lower() in ("mean", "avg") if named else reduce_op == dist.ReduceOp.AVG
+        result = tensor.detach().to(self.root_device, copy=True).contiguous()
         # Integers must not be averaged in integers.
-        result = tensor.detach().clone().contiguous()
-        result = result.to(torch.get_default_dtype()) if mean and not result.is_floating_point() else result
-        op = dist.ReduceOp.SUM if mean or str(reduce_op).lower() == "sum" else reduce_op
+        if mean and not (result.is_floating_point() or result.is_complex()):
+            result = result.to(torch.get_default_dtype())
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if named and not mean else reduce_op
+        op = dist.ReduceOp.SUM if mean else op  # gloo has no average
         with self._transport.explained(everyone(self._transport)):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result

@@ -106,7 +106,7 @@ class ProcessGroupTransport:
         failures: Failures | None = None,
         blocking_sends: bool = False,
     ) -> None:
-        self._world = world
+        self.world = world
         self._subgroup = subgroup
         self._failures = failures
         self.timeout = timeout
@@ -115,29 +115,29 @@ class ProcessGroupTransport:
 
     @property
     def rank(self) -> int:
-        return self._world.rank()
+        return self.world.rank()
 
     @property
     def size(self) -> int:
-        return self._world.size()
+        return self.world.size()
 
     def prepare(self, groups: Iterable[Ranks]) -> None:
         """Creates groups that are not there yet; a collective call, in sorted order."""
-        self._groups.setdefault(everyone(self), self._world)
+        self._groups.setdefault(everyone(self), self.world)
         for ranks in sorted(set(groups)):
             if ranks not in self._groups and len(ranks) > 1:
                 self._groups[ranks] = self._subgroup(ranks)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         data = _as_bytes(tensor)
-        pending = self._post(lambda: self._world.send([data], to, tag), data, (to,))
+        pending = self._post(lambda: self.world.send([data], to, tag), data, (to,))
         if self._blocking:
             pending.wait()
         return pending
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         data = _as_bytes(tensor)
-        return self._post(lambda: self._world.recv([data], source, tag), data, (source,))
+        return self._post(lambda: self.world.recv([data], source, tag), data, (source,))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
         if len(ranks) == 1:

@@ -343,6 +343,40 @@ def test_full_model_leaves_a_complete_model_complete() -> None:
     assert_like_one_process(script, 3, plan=apart(3))
 
 
+def test_a_trainer_makes_its_groups_once() -> None:
+    def script(rank: int, make: Callable[..., Trainer]) -> int:
+        trainer, model = make(), toys.model()
+        counts = []
+        for steps in (1, 2):
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            trainer.fit(model, toys.data())
+            counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        return counts[1] - counts[0]
+
+    plan = placed(
+        metagraph_of(toys.model(), toys.data()), 3, lambda name: (0, 1) if "text" in name else (2, 1)
+    )
+    assert on_ranks(script, 3, plan=plan) == [0, 0, 0]
+
+
+def test_reduce() -> None:
+    def script(rank: int, make: Callable[..., Trainer]) -> Any:
+        strategy, found = make().strategy, []
+        strategy.setup_environment()
+        for op in (
+            "mean",
+            "AVG",
+            "sum",
+            "max",
+            torch.distributed.ReduceOp.AVG,
+            torch.distributed.ReduceOp.MIN,
+        ):
+            found.append(float(strategy.reduce(torch.tensor(1 + rank), reduce_op=op)))
+        return [*found, bool(strategy.reduce_boolean_decision(rank == 0, all=True))]
+
+    assert on_ranks(script, 2) == [[1.5, 1.5, 3.0, 2.0, 1.5, 1.0, False]] * 2
+
+
 class Hooked(toys.Classify):
     """Counts the hooks of a task."""
 
