@@ -55,6 +55,8 @@ PARAMETERS = "tests/cases/test_c25_c35_c51_parameters.py"
 LIBRARIES = "tests/capture/test_library_models.py"
 SAMPLERS = "tests/cases/test_c07_samplers.py"
 CHECKPOINTS = "tests/cases/test_c09_checkpoints.py"
+COLLATING = "tests/cases/test_collating.py"
+BUFFERS = "tests/cases/test_written_buffers.py"
 MESSAGES = "tests/cases/test_c12_c13_messages.py"
 AGREEMENT = "tests/cases/test_c19_c23_agreement.py"
 DROPOUT = "tests/cases/test_c45_dropout.py"
@@ -283,6 +285,27 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.runtime.checks:require_same_data",
         bodies.does_nothing,
         (f"{SAMPLERS}::test_c07_a_sampler_seeded_by_the_rank_is_refused",),
+    ),
+    Fault(
+        "rows-not-told-to-those-that-read-nothing",
+        "lightning_spindle.runtime.engine:Engine._take_rows",
+        bodies.does_nothing,
+        (f"{COLLATING}::test_collating_that_drops_rows",),
+    ),
+    Fault(
+        "draws-of-reading-unknown",
+        "lightning_spindle.runtime.loaders:_generators",
+        bodies.returns(()),
+        (f"{COLLATING}::test_collating_that_draws",),
+    ),
+    Fault(
+        "buffers-of-some-modules-forgotten",
+        "lightning_spindle.capture.api:_written",
+        bodies.returns({}),
+        (
+            f"{BUFFERS}::test_buffers_written_by_training_and_by_validation",
+            f"{BUFFERS}::test_a_buffer_of_the_model_itself",
+        ),
     ),
     Fault(
         "skipped-loaders-draw-nothing",
