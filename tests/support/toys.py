@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stem, equal blocks, and masked mean pooling over a sequence: [rows, length, features] to [rows, width]."""
+    """Stem, equal blocks, masked mean over a sequence: [rows, length, features] to [rows, width]."""
 
     def __init__(self, features: int, blocks: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
