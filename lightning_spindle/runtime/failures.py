@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 _KEY, _READ, _CALL = "failure", "failure_read_by", "call_of_rank_"
 _PATIENCE_S = 1.0
+_LOST_PATIENCE_S = 3.0
 _LINGER_S = 2.0
 _POLL_S = 0.02
 
@@ -38,13 +39,15 @@ class Failures:
     def explain(self, error: Exception, peers: str, waited_s: float) -> PeerError:
         """What to raise in place of a communication's ``error`` with ``peers``."""
         too_long = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        known = self.known(_PATIENCE_S)
+        # A peer whose own wait was too long closes its connections first and is patient itself, then
+        # leaves word: whoever lost a connection waits for that longer.
+        known = self.known(_PATIENCE_S if too_long else _LOST_PATIENCE_S)
         if known is not None:
             return PeerError(f"rank {self._rank} stops, because {known}")
+        where = "".join(f" {call}, without the others." for call in self._calls())
         if too_long:
             # Lightning goes on after a look for SIGTERM that took too long: then it was an earlier wait.
             how = f"waited {waited_s:.0f} s" if waited_s >= 1 else "waited too long, in an earlier call,"
-            where = "".join(f" {call}, without the others." for call in self._calls())
             return PeerError(
                 f"rank {self._rank} {how} for {peers} in vain: it is stuck, or not at the same call.{where} "
                 f"Calls in which ranks work together (trainer.save_checkpoint, strategy.full_model()) must be"
@@ -52,7 +55,7 @@ class Failures:
             )
         return PeerError(
             f"rank {self._rank} lost its connection to {peers}: a rank has ended without leaving word "
-            f"(killed, out of memory, or ended by an error outside the Trainer); see its own output"
+            f"(killed, out of memory, or ended by an error outside the Trainer); see its own output.{where}"
         )
 
     @contextmanager
