@@ -145,11 +145,11 @@ class SpindleStrategy(ParallelStrategy):
         return {"num_replicas": 1, "rank": 0}
 
     def _configure_launcher(self) -> None:
+        # Also where processes are there already: it limits the threads of each to its share of the cores.
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+        self._launcher = _SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
