@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
@@ -15,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_spindle import MultiTaskDataModule, MultiTaskModule
 from lightning_spindle.plan import Configuration, ExecutionPlan
 from lightning_spindle.strategy import SpindleStrategy
-from tests.strategy.ending import assert_all_ended, assert_refused, watch_fit
+from tests.strategy.ending import LIMIT_S, assert_all_ended, assert_refused, watch_fit
 from tests.support import toys
-from tests.support.fitting import metagraph_of, placed
+from tests.support.fitting import fit_once, metagraph_of, placed
 from tests.support.ranks import watch_ranks
 
 
@@ -229,10 +230,21 @@ def test_accelerator_that_is_refused() -> None:
     assert_refused(outcomes, "ValueError", "CPU and CUDA devices, not on Abacus", "accelerator='cpu'")
 
 
-def test_devices_that_are_not_the_live_ranks() -> None:
+def test_devices_that_are_not_the_launched_processes() -> None:
     """C59: two processes were launched, the Trainer asks for three."""
     outcomes = watch_fit(2, smaller_model, smaller_data, options=lambda rank: {"devices": 3})
-    assert_refused(outcomes, "RuntimeError", "2 processes are live", "configured for 3", "devices")
+    assert_refused(outcomes, "ValueError", "devices=3", r"not match the world size \(2\)")
+
+
+def test_devices_that_are_not_the_live_ranks() -> None:
+    """C21, C59: each of two processes is still in a process group of its own, from an earlier run."""
+
+    def body(rank: int, size: int) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fit_once(smaller_model, smaller_data, SpindleStrategy(), devices=size, max_steps=1)
+
+    outcomes = watch_ranks(body, 2, timeout_s=LIMIT_S + 10, init_group=False)
+    assert_refused(outcomes, "RuntimeError", "1 processes are live", "configured for 2", "earlier run")
 
 
 def test_predict() -> None:
