@@ -12,6 +12,8 @@ ARGS   ?=
 EXPERIMENT := $(if $(SHORT),quickstart_test,quickstart)
 # A whole run of the tests may take this long (seconds); one test has its own limit in pyproject.toml.
 TEST_LIMIT_S ?= 1500
+# Tests that run at the same time: many start several processes themselves, so not one for each core.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint format faults clean
@@ -37,7 +39,7 @@ train: $(STAMP) ## Train three tasks on four processes and on one, and compare (
 	$(PY) train.py experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(STAMP) ## Run the tests
-	$(PY) -m pytest -ra --durations=10 --session-timeout=$(TEST_LIMIT_S) $(ARGS)
+	$(PY) -m pytest -ra -n $(WORKERS) --dist=worksteal --durations=10 --session-timeout=$(TEST_LIMIT_S) $(ARGS)
 
 lint: $(STAMP) ## Check style, layers and types
 	$(VENV)/bin/ruff check .

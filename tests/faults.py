@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -774,6 +775,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="faults to try (default: all)")
     parser.add_argument("--list", action="store_true", help="list the faults and stop")
     parser.add_argument("--no-green", action="store_true", help="do not check first that the tests are green")
+    parser.add_argument("--workers", type=int, default=2, help="faults tried at the same time (default: 2)")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - {fault.name for fault in FAULTS}
     if unknown:
@@ -792,12 +794,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         print(f"{'(no fault)':{width}}  green", flush=True)
     missed = 0
-    for fault in chosen:
-        verdict = judge(fault)
-        missed += bool(verdict.problem)
-        print(f"{fault.name:{width}}  {verdict.problem or 'red'}  ({verdict.seconds:.0f} s)", flush=True)
-        if verdict.problem:
-            print("\n".join(f"    {line}" for line in verdict.output.splitlines()[-15:]), flush=True)
+    with ThreadPoolExecutor(max(1, options.workers)) as pool:
+        for verdict in pool.map(judge, chosen):
+            missed += bool(verdict.problem)
+            head = f"{verdict.fault.name:{width}}  {verdict.problem or 'red'}"
+            print(f"{head}  ({verdict.seconds:.0f} s)", flush=True)
+            if verdict.problem:
+                print("\n".join(f"    {line}" for line in verdict.output.splitlines()[-15:]), flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} faults turned their tests red")
     return 1 if missed else 0
 
