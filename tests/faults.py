@@ -180,6 +180,23 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "devices-without-a-parameter-add-ones",
+        "lightning_spindle.runtime.gradients:_zeros",
+        bodies.changes_result(lambda zeros: zeros + 1),
+        (
+            "tests/runtime/test_engine.py::test_parity_where_devices_add_zeros_for_parameters_that_they_do_not_hold",
+        ),
+    ),
+    Fault(
+        "groups-not-bounded",
+        "lightning_spindle.program.pooling:pooled",
+        bodies.changes_result(lambda pool: {group: group for group in pool}),
+        (
+            "tests/test_pooling.py::test_every_group_has_a_superset_in_a_bounded_pool",
+            "tests/test_program.py::test_a_parameter_is_in_one_bucket_iff_several_devices_hold_it",
+        ),
+    ),
+    Fault(
         "zeros-for-missing-gradients",
         "lightning_spindle.runtime.gradients:PendingBucket.finish",
         bodies.fills_missing_gradients,

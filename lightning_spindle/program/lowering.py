@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_spindle.graph import Layout, OperatorGraph
 from lightning_spindle.program.instructions import Instruction, Kind
+from lightning_spindle.program.pooling import most_groups, pooled
 from lightning_spindle.program.program import Bucket, Edge, Program, ProgramRun
 
 BUCKET_BYTES = 25 * 2**20
@@ -25,6 +26,7 @@ def lower(
     *,
     trainable: Iterable[str] | None,
     bucket_bytes: int = BUCKET_BYTES,
+    groups: int | None = None,
 ) -> Program:
     """The program of placed runs.
 
@@ -32,6 +34,8 @@ def lower(
         runs: in an order in which they can execute (``place_plan``, ``follow``).
         held: parameter to holders over all steps; gradients are summed over them.
         trainable: parameters that get gradients; None for a forward-only program.
+        groups: at most so many parameter device groups besides that of all devices
+            (default: ``pooling.most_groups``).
 
     Raises:
         ValueError: gradients would flow through an operator that runs on every rank.
@@ -45,7 +49,8 @@ def lower(
     buckets: tuple[Bucket, ...] = ()
     if trainable is not None:
         used = _users(runs, graph, trains.intersection(held).intersection(graph.parameter_map()))
-        buckets = _buckets(used, held, graph, bucket_bytes)
+        pool = _pool(used, held, graph, devices, most_groups(devices) if groups is None else groups)
+        buckets = _buckets(used, held, graph, pool, bucket_bytes)
         order += _backward_order(runs, edges, buckets)
     return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))
 
@@ -148,13 +153,25 @@ def _users(
     return {p: tuple(indices) for p, indices in users.items()}
 
 
+def _pool(
+    used: Iterable[str], held: Mapping[str, tuple[int, ...]], graph: OperatorGraph, devices: int, most: int
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    parameters = graph.parameter_map()
+    wanted: dict[tuple[int, ...], int] = {}
+    for p in used:
+        if len(held[p]) > 1:
+            wanted[held[p]] = wanted.get(held[p], 0) + parameters[p].bytes
+    return pooled(wanted, devices, most)
+
+
 def _buckets(
     used: Mapping[str, tuple[int, ...]],
     held: Mapping[str, tuple[int, ...]],
     graph: OperatorGraph,
+    pool: Mapping[tuple[int, ...], tuple[int, ...]],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Parameters of equal device group and dtype, packed in the order in which backward finishes them."""
+    """Parameters of equal holders and dtype, packed in the order in which backward finishes them."""
     parameters = graph.parameter_map()
     finished = sorted(used, key=lambda p: (-min(used[p], default=0), p))
     filling: dict[tuple[tuple[int, ...], str], list[str]] = {}
@@ -168,14 +185,15 @@ def _buckets(
             packed.append((held[p], tuple(bucket)))
             bucket.clear()
         bucket.append(p)
-    packed += [(devices, tuple(bucket)) for (devices, _), bucket in filling.items()]
+    packed += [(holders, tuple(bucket)) for (holders, _), bucket in filling.items()]
     return tuple(
         Bucket(
             i,
-            devices,
+            pool[holders],
             names,
             sum(parameters[p].bytes for p in names),
             tuple(sorted({r for p in names for r in used[p]})),
+            parameters[names[0]].dtype,
         )
-        for i, (devices, names) in enumerate(packed)
+        for i, (holders, names) in enumerate(packed)
     )

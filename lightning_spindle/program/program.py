@@ -55,10 +55,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients are summed together over the devices that hold them.
+    """Parameters with the same holders, whose gradients are summed together over ``devices``.
 
-    ``runs`` are those that use them: once a device's share of these ran backward, its
-    gradients are complete.
+    These are the holders, or a wider group of the pool (``pooling``), whose other devices add zeros.
+    ``runs`` are those that use them: once a device's share of these ran backward, its gradients are
+    complete. ``bytes`` of the gradients, all of ``dtype``.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Bucket:
     parameters: tuple[str, ...]
     bytes: int
     runs: tuple[int, ...] = ()
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Program:
         return max(a, c), min(b, d)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Parameter device groups of more than one device, in one order for all ranks."""
+        """The pool: groups over which gradients are summed, in one order for all ranks."""
         return tuple(sorted({b.devices for b in self.buckets}))
 
     def task(self, instruction: Instruction) -> str:

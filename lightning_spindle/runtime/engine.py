@@ -168,7 +168,8 @@ class Engine:
                     self._gradient(instruction, iteration)
                 case Kind.REDUCE:
                     bucket = self.program.buckets[instruction.index]
-                    iteration.buckets.append(reduce_bucket(bucket, self._parameters, self._transport))
+                    pending = reduce_bucket(bucket, self._parameters, self._transport, self._device)
+                    iteration.buckets.append(pending)
         except Exception as e:
             where = self.program.describe(instruction)
             raise InstructionError(f"rank {self._transport.rank}, {where}: {type(e).__name__}: {e}") from e

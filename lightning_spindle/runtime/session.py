@@ -164,7 +164,7 @@ def build_session(
 def _total_run(
     total: Total, program: Program, parameters: Mapping[str, nn.Parameter], transport: Transport
 ) -> TotalRun:
-    counting = {name: bucket.devices[0] for bucket in program.buckets for name in bucket.parameters}
+    counting = {p: program.holders[p][0] for bucket in program.buckets for p in bucket.parameters}
     foreign = [p for p in total.parameters if counting.get(p, transport.rank) != transport.rank]
     return TotalRun(total, total.build(), tuple(parameters[p] for p in foreign))
 

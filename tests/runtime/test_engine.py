@@ -99,7 +99,10 @@ def reference(
 
 
 def build_engine(
-    transport: ProcessGroupTransport, placement: Placement, kind: type[Engine] = Engine
+    transport: ProcessGroupTransport,
+    placement: Placement,
+    kind: type[Engine] = Engine,
+    groups: int | None = None,
 ) -> tuple[Engine, dict[str, torch.nn.Parameter]]:
     """One rank's engine on a model of its own, and the parameters that the rank holds."""
     devices, where = placement
@@ -108,7 +111,7 @@ def build_engine(
     runs = place_plan(forced_plan(devices, where), metagraph(), capture.graph)
     held = holders([(runs, capture.graph)])
     names = [n for n, p in model.named_parameters() if p.requires_grad]
-    program = lower(runs, capture.graph, devices, held, trainable=names)
+    program = lower(runs, capture.graph, devices, held, trainable=names, groups=groups)
     check_deadlock(program)
     transport.prepare(program.groups())
     mine = {n: p for n, p in model.named_parameters() if transport.rank in held.get(n, ())}
@@ -125,10 +128,14 @@ def build_engine(
 
 
 def train_rank(
-    transport: ProcessGroupTransport, placement: Placement, opt: str, rows: list[Mapping[str, int]]
+    transport: ProcessGroupTransport,
+    placement: Placement,
+    opt: str,
+    rows: list[Mapping[str, int]],
+    groups: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[set[str]]]:
     """One rank's training; returns the parameters that it holds, the losses it saw, what had gradients."""
-    engine, mine = build_engine(transport, placement)
+    engine, mine = build_engine(transport, placement, groups=groups)
     history, used = [], []
     stepper = optimizer(opt, mine.values()) if mine else None
     for step, row in enumerate(rows):
@@ -167,13 +174,20 @@ def on_ranks(
     return run_threads(rank, devices)
 
 
-def run(placement: Placement, opt: str = "adamw", rows: list[Mapping[str, int]] | None = None) -> list[Any]:
-    return on_ranks(placement[0], lambda t: train_rank(t, placement, opt, rows or [ROWS] * STEPS))
+def run(
+    placement: Placement,
+    opt: str = "adamw",
+    rows: list[Mapping[str, int]] | None = None,
+    groups: int | None = None,
+) -> list[Any]:
+    return on_ranks(placement[0], lambda t: train_rank(t, placement, opt, rows or [ROWS] * STEPS, groups))
 
 
-def assert_parity(placement: Placement, opt: str, rows: list[Mapping[str, int]]) -> None:
+def assert_parity(
+    placement: Placement, opt: str, rows: list[Mapping[str, int]], groups: int | None = None
+) -> None:
     expected, losses = reference(opt, rows)
-    ranks = run(placement, opt, rows)
+    ranks = run(placement, opt, rows, groups)
     seen: dict[str, torch.Tensor] = {}
     for parameters, history, _ in ranks:
         for ours, theirs in zip(history, losses, strict=True):
@@ -196,6 +210,17 @@ def test_parity(placement: str, opt: str) -> None:
 def test_parity_with_ragged_batches(placement: str) -> None:
     """C02, C03: fewer rows than devices, changing rows, an idle task."""
     assert_parity(PLACEMENTS[placement], "adamw", RAGGED)
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_parity_where_devices_add_zeros_for_parameters_that_they_do_not_hold(groups: int) -> None:
+    """The pool of parameter device groups is full: sums go over wider groups."""
+    assert_parity(
+        PLACEMENTS["shared encoder, overlapping groups"],
+        "adamw",
+        [{"pair": 5, "score": 7, "plain": 3}, {"pair": 4, "score": 2, "plain": 0}],
+        groups,
+    )
 
 
 def test_idle_parameters_have_no_gradient() -> None:

@@ -31,6 +31,7 @@ class Sample:
     plan: ExecutionPlan
     runs: tuple[ProgramRun, ...]
     program: Program
+    groups: int
 
 
 @st.composite
@@ -119,5 +120,6 @@ def samples(draw: st.DrawFn, max_devices: int = 6, training: bool = True) -> Sam
     trainable = [p.name for p in graph.parameters if p.trainable] if training else None
     limit = draw(st.sampled_from([1, 150, 10_000]))
     held = holders([(runs, graph)])
-    program = lower(runs, graph, devices, held, trainable=trainable, bucket_bytes=limit)
-    return Sample(graph, metagraph, plan, runs, program)
+    groups = draw(st.integers(0, 2 * devices - 1))
+    program = lower(runs, graph, devices, held, trainable=trainable, bucket_bytes=limit, groups=groups)
+    return Sample(graph, metagraph, plan, runs, program, groups)
