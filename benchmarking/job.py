@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarking.launch import JOB, RESULT
+from benchmarking.systems import DATA_PARALLEL, callbacks_of, strategy_of
 from datamodules.sharded import Sharded
-from lightning_spindle import MultiTaskDataModule, SpindleStrategy
+from lightning_spindle import MultiTaskDataModule
 from lightning_spindle.timeline import Timeline, read_trace
 from tasks.build import ModelSize, build_data, build_model
 from tasks.global_batch import contrast_globally
@@ -67,18 +67,6 @@ class StepTimes(Recorder):
         self._last = now
 
 
-def strategy_of(job: dict[str, Any]) -> Any:
-    """The Trainer's strategy."""
-    options = dict(job["options"])
-    if job["strategy"] == "spindle":
-        return SpindleStrategy(**options, **({"planner": job["planner"]} if job["planner"] else {}))
-    if job["strategy"] == "ddp":
-        return DDPStrategy(**options)
-    if job["strategy"] == "single":
-        return "auto"
-    raise ValueError(f"strategy {job['strategy']!r} is none of single, ddp, spindle")
-
-
 def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """Train as the job says; its result on rank 0."""
     torch.set_num_threads(1)
@@ -90,19 +78,19 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     schedule = AdamWSchedule(**job["optimization"], total=steps)
     model = build_model(data, ModelSize(**job["model"]), schedule, weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if job["strategy"] == "ddp":
+    if job["strategy"] in DATA_PARALLEL:
         shares = {name: -(-task["batch_size"] // processes) for name, task in job["tasks"].items()}
         contrast_globally(model.tasks, shares)
         data = MultiTaskDataModule({name: Sharded(whole) for name, whole in data.datamodules.items()})
     times = StepTimes(processes, job["seed"])
     trainer = Trainer(
         **job["trainer"],
-        strategy=strategy_of(job),
+        strategy=strategy_of(job["strategy"], job["options"], processes, job["planner"]),
         devices=processes,
         max_steps=steps,
         max_epochs=-1,
         default_root_dir=folder,
-        callbacks=[times],
+        callbacks=[times, *callbacks_of(job["strategy"])],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,

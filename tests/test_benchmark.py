@@ -5,6 +5,7 @@ import csv
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -350,11 +351,14 @@ def fitted(system: str, processes: int, folder: Path) -> dict[str, Any]:
 def test_systems_have_the_same_losses(tmp_path: Path) -> None:
     plain = fitted("plain", 1, tmp_path / "plain")
     assert plain["live_ranks"] == 1
-    for system, processes in (("spindle", 1), ("ddp", 3)):
+    others = [("spindle", 1), ("ddp", 3), ("fsdp2", 3)]
+    if find_spec("deepspeed"):  # the extra of that name
+        others.append(("deepspeed", 2))
+    for system, processes in others:
         found = fitted(system, processes, tmp_path / system)
         assert found["live_ranks"] == processes
         assert largest_difference(found["losses"], plain["losses"], 3) < 1e-5
-        assert (found["predicted_ms"] is None) == (system == "ddp")
+        assert (found["predicted_ms"] is None) == (system != "spindle")
 
 
 @pytest.mark.scripts
