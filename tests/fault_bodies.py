@@ -363,3 +363,12 @@ def counts_total_on_every_rank(original: Function) -> Function:
         return dataclasses.replace(original(*args), foreign=())
 
     return faulty
+
+
+def computes_at_half_peak(original: Function) -> Function:
+    """Every call reaches half of the device's peak, however little work it is."""
+
+    def faulty(flops: float, kind: Any) -> float:
+        return 2.0 * flops / kind.flops_per_s
+
+    return faulty

@@ -50,7 +50,6 @@ def measured_costs(
     cluster: Cluster,
     samples: Samples,
     *,
-    state_factor: float = 4.0,
     optimizer_s_per_byte: float = 0.0,
 ) -> MeasuredCosts:
     """What the simulator asks: times on a core of its own, since it shares cores itself.
@@ -65,7 +64,6 @@ def measured_costs(
             for o in graph.operators
         },
         {n: (link.latency_s, link.bytes_per_s) for n, link in samples.links.all_reduce.items()},
-        state_factor=state_factor,
         optimizer_s_per_byte=optimizer_s_per_byte * samples.alone_factor,
     )
 
