@@ -51,6 +51,7 @@ class Fault:
 
 SCALE = "tests/cases/test_c01_c02_scale.py"
 LOGS = "tests/cases/test_c04_c05_logs.py"
+IDLE = "tests/cases/test_c03_idle_tasks.py"
 SHARED = "tests/cases/test_c06_c18_shared.py"
 PARAMETERS = "tests/cases/test_c25_c35_c51_parameters.py"
 LIBRARIES = "tests/capture/test_library_models.py"
@@ -202,6 +203,7 @@ FAULTS: tuple[Fault, ...] = (
         bodies.fills_missing_gradients,
         (
             f"{KINDS}::test_tasks_without_a_batch_are_idle",
+            f"{IDLE}::test_c03_an_idle_task_keeps_parameters_momentum_and_steps",
             "tests/runtime/test_engine.py::test_idle_parameters_have_no_gradient",
         ),
     ),
