@@ -34,12 +34,48 @@ def contrastive_loss(similarity: Tensor, labels: Tensor) -> Tensor:
     return 0.5 * (F.cross_entropy(similarity, targets) + F.cross_entropy(similarity.t(), targets))
 
 
-class ContrastiveTask(LightningModule):
+class Contrastive(LightningModule):
+    """Two embeddings of each sample, which are drawn together; those of different samples apart.
+
+    Subclasses say how a batch is embedded. Logs ``loss`` in training. ``gather`` says which rows are
+    contrasted: those of the batch, unless it is replaced (under plain data parallelism a process has a shard
+    of the batch only, see ``tasks.global_batch``).
+
+    Args:
+        optimization: how to train.
+        temperature: the initial one; learned, as the logarithm of its inverse.
+    """
+
+    def __init__(self, optimization: AdamWSchedule, temperature: float = 0.07) -> None:
+        super().__init__()
+        self.optimization = optimization
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(temperature)))
+        self.gather: Gather = own_rows
+
+    def embed_both(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Both embeddings of the batch's samples, [B, E] each."""
+        raise NotImplementedError
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The contrastive loss over the whole batch; samples of one ``label`` [B] are of a kind."""
+        first, second, labels = self.gather(*self.embed_both(batch), batch["label"])
+        loss = contrastive_loss(self._similarity(first, second), labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with warm-up and cosine."""
+        return self.optimization.configure(self.parameters())
+
+    def _similarity(self, first: Tensor, second: Tensor) -> Tensor:
+        """Scaled cosines, [B, others]."""
+        return self.logit_scale.exp() * F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).t()
+
+
+class ContrastiveTask(Contrastive):
     """One modality against text; subclasses say how a batch's samples are embedded.
 
-    Logs ``loss`` in training and ``accuracy`` (zero-shot, over the held-out prompts) in validation and test.
-    ``gather`` says which rows are contrasted in training: those of the batch, unless it is replaced (under
-    plain data parallelism a process has a shard of the batch only, see ``tasks.global_batch``).
+    Logs ``accuracy`` (zero-shot, over the held-out prompts) in validation and test.
 
     Args:
         encoder: of the modality, to [B, E].
@@ -57,10 +93,8 @@ class ContrastiveTask(LightningModule):
         optimization: AdamWSchedule,
         temperature: float = 0.07,
     ) -> None:
-        super().__init__()
-        self.encoder, self.text, self.optimization = encoder, text, optimization
-        self.logit_scale = nn.Parameter(torch.tensor(-math.log(temperature)))
-        self.gather: Gather = own_rows
+        super().__init__(optimization, temperature)
+        self.encoder, self.text = encoder, text
         self.register_buffer("prompts", prompts[0], persistent=False)
         self.register_buffer("prompt_lengths", prompts[1], persistent=False)
         self.accuracy = MulticlassAccuracy(len(prompts[0]), average="micro")
@@ -69,13 +103,10 @@ class ContrastiveTask(LightningModule):
         """The batch's samples, [B, E]."""
         raise NotImplementedError
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The contrastive loss over the whole batch."""
+    def embed_both(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The samples and their descriptions."""
         texts = self.text(batch["text"], batch["text_length"])
-        samples, texts, labels = self.gather(self.embed(batch), texts, batch["label"])
-        loss = contrastive_loss(self._similarity(samples, texts), labels)
-        self.log("loss", loss)
-        return loss
+        return self.embed(batch), texts
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Which prompt is nearest to each sample."""
@@ -86,14 +117,6 @@ class ContrastiveTask(LightningModule):
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """As in validation."""
         self.validation_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        """AdamW with warm-up and cosine."""
-        return self.optimization.configure(self.parameters())
-
-    def _similarity(self, samples: Tensor, texts: Tensor) -> Tensor:
-        """Scaled cosines, [B, texts]."""
-        return self.logit_scale.exp() * F.normalize(samples, dim=-1) @ F.normalize(texts, dim=-1).t()
 
 
 class ImageText(ContrastiveTask):
