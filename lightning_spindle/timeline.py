@@ -1,6 +1,6 @@
 """What ran when: the timeline that the simulator predicts and the engine measures.
 
-Both write the same ``Timeline``, so that predicted and measured iterations go through the
+Both (and the engine on virtual devices, "emulated") write the same ``Timeline``, so that predicted and measured iterations go through the
 same tables, plots and traces. Times are seconds from the start of the iteration, on one
 clock for all ranks.
 """
@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Source = Literal["predicted", "measured"]
+Source = Literal["predicted", "measured", "emulated"]
 
 
 class Category(StrEnum):
@@ -96,8 +96,10 @@ class Timeline:
     _of: dict[int, tuple[Event, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.source not in ("predicted", "measured"):
-            raise ValueError(f"invalid timeline: source {self.source!r} is neither predicted nor measured")
+        if self.source not in get_args(Source):
+            raise ValueError(
+                f"invalid timeline: source {self.source!r} is none of {', '.join(get_args(Source))}"
+            )
         for e in self.events:
             if not 0 <= e.rank < self.devices:
                 raise ValueError(f"invalid timeline: {e} on a device outside 0..{self.devices - 1}")

@@ -245,13 +245,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "one-tag-for-all-messages",
-        "lightning_spindle.runtime.messages:_tag",
+        "lightning_spindle.runtime.messages:tag_of",
         bodies.returns(1),
         (f"{MESSAGES}::test_c12_receives_posted_in_another_order_than_sends",),
     ),
     Fault(
         "gradients-tagged-as-values",
-        "lightning_spindle.runtime.messages:_tag",
+        "lightning_spindle.runtime.messages:tag_of",
         lambda original: lambda instruction: 2 * instruction.index + 1,
         (f"{MESSAGES}::test_c12_receives_posted_in_another_order_than_sends",),
     ),
@@ -690,6 +690,18 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.cluster:Cluster.crossing_bytes_per_s",
         bodies.returns(float("inf")),
         ("tests/test_costs.py::test_sums_agree_with_measured_bus_bandwidths_within_5_percent",),
+    ),
+    Fault(
+        "uplinks-not-shared",
+        "lightning_spindle.simulate.links:Links._speed",
+        bodies.returns(1.0),
+        ("tests/test_links.py",),
+    ),
+    Fault(
+        "gradients-never-cleared",
+        "lightning_spindle.simulate.memory:Memory.gradients_cleared",
+        bodies.does_nothing,
+        ("tests/test_simulate.py::test_memory_holds_parameters_gradients_and_activations",),
     ),
 )
 

@@ -81,7 +81,7 @@ def test_an_empty_timeline_has_no_shares() -> None:
 @pytest.mark.parametrize(
     ("source", "events", "message"),
     [
-        ("guessed", (), "source 'guessed' is neither predicted nor measured"),
+        ("guessed", (), "source 'guessed' is none of predicted, measured, emulated"),
         ("predicted", (event(2, 0, 1, F),), r"on a device outside 0\.\.1"),
         ("predicted", (event(-1, 0, 1, F),), r"on a device outside 0\.\.1"),
         ("measured", (event(0, 2, 1, F),), "ends before it starts"),

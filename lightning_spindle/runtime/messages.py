@@ -101,7 +101,7 @@ class Messenger:
             ValueError: the tensor has another shape or dtype than the receiver expects.
         """
         tensor = tensor.detach().contiguous()
-        tag = _tag(instruction)
+        tag = tag_of(instruction)
         form = self._forms.get((instruction, signature))
         if form is None or value.dynamic:
             form = _form(tensor, value)
@@ -127,11 +127,11 @@ class Messenger:
         form = self._forms.get((instruction, signature))
         if form is None or value.dynamic:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            self.transport.receive(header, source, _tag(instruction)).wait()
+            self.transport.receive(header, source, tag_of(instruction)).wait()
             form = _decode(header.tolist())
             self._forms[(instruction, signature)] = form
         buffer = torch.empty(form.sized(value, rows), dtype=form.dtype, device=self.device)
-        return Received(rows, buffer, self.transport.receive(buffer, source, _tag(instruction)))
+        return Received(rows, buffer, self.transport.receive(buffer, source, tag_of(instruction)))
 
     def send_gradient(
         self, instruction: Instruction, gradient: torch.Tensor | None, like: torch.Tensor, to: int
@@ -141,14 +141,14 @@ class Messenger:
         if gradient is not None:
             buffer[:-1].view(like.shape).copy_(gradient)
             buffer[-1] = 1
-        self._post(buffer, to, _tag(instruction))
+        self._post(buffer, to, tag_of(instruction))
 
     def receive_gradient(
         self, instruction: Instruction, like: torch.Tensor, rows: Rows, source: int
     ) -> Received:
         """Posts the receive of a gradient shaped as ``like``, the rows of the value it belongs to."""
         buffer = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device)
-        pending = self.transport.receive(buffer, source, _tag(instruction))
+        pending = self.transport.receive(buffer, source, tag_of(instruction))
         return Received(rows, buffer, pending, tuple(like.shape))
 
     def finish(self) -> None:
@@ -161,7 +161,8 @@ class Messenger:
         self.outgoing.append(self.transport.send(tensor, to, tag))
 
 
-def _tag(instruction: Instruction) -> int:
+def tag_of(instruction: Instruction) -> int:
+    """The tag of a message: no other between the same two ranks has it."""
     return 2 * instruction.index + (1 if instruction.kind is Kind.ACTIVATION else 2)
 
 

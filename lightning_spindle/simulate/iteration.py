@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 
 from lightning_spindle.costs import Costs
 from lightning_spindle.program import Kind, Program
 from lightning_spindle.simulate.cores import SharedCores
 from lightning_spindle.simulate.deadlock import ProgramError, check_deadlock
+from lightning_spindle.simulate.links import Links, Transfer
+from lightning_spindle.simulate.memory import Memory
 from lightning_spindle.simulate.prepared import Key, Step, prepare
-from lightning_spindle.timeline import Category, Event, MemorySample, Timeline
+from lightning_spindle.timeline import Category, Event, Timeline
 
 
 def simulate(program: Program, costs: Costs, rows: Mapping[str, int] | None = None) -> Timeline:
@@ -21,10 +24,11 @@ def simulate(program: Program, costs: Costs, rows: Mapping[str, int] | None = No
       compute at the same time share them.
     * Messages do not block: the sender goes on once it has posted, the receiver at once
       too, and waits where a FORWARD or BACKWARD uses the rows. A message moves when both
-      have posted, one at a time into and out of each device, first come, first served.
+      have posted, beside computing, as the links allow (``Links``).
     * A bucket is summed when its last holder has posted it, beside computing, and takes its
       devices' links in both directions. The exchange of results waits for all ranks.
     * At the end a rank waits for its messages and buckets, then runs its optimizer.
+    * What each device holds is followed (``Memory``).
 
     Args:
         rows: this iteration's rows by task (a task that is missing is idle); the graph's
@@ -66,25 +70,25 @@ class _Simulation:
         cluster = costs.cluster
         self.island = [cluster.island(r) for r in range(program.devices)]
         self.cores = [SharedCores(cluster.cores) for _ in range(max(self.island, default=0) + 1)]
-        self.into_s = [0.0] * program.devices
-        self.out_of_s = [0.0] * program.devices
+        self.links = Links(cluster, self._planned)
+        self.moving: dict[Transfer, Step] = {}
+        self.memory = Memory(program, costs, self.ready.kept_bytes)
         self.heap: list[tuple[float, int, Step | int, int]] = []
         """Time, order of creation, a step that ends or an island, and its version."""
         self.created = 0
         self.events: list[Event] = []
-        self.changes: list[list[tuple[float, float]]] = [[] for _ in range(program.devices)]
-        self.held: list[list[str]] = [[] for _ in range(program.devices)]
-        for name, holders in program.holders.items():
-            for rank in holders:
-                self.held[rank].append(name)
 
     def execute(self) -> Timeline:
         for rank in range(self.program.devices):
             self._proceed(rank, 0.0)
-        while self.heap:
+        while self.heap or self.links.unsettled(math.inf):
+            if self.links.unsettled(self.heap[0][0] if self.heap else math.inf):
+                self.links.settle()
+                continue
             now_s, _, what, version = heapq.heappop(self.heap)
             if isinstance(what, Step):
-                self._end_of_step(what, now_s)
+                if what.transfer.version == version:
+                    self._end_of_step(what, now_s)
             elif self.cores[what].version == version:
                 rank = self.cores[what].finish(now_s)
                 self._end_of_computing(rank, now_s)
@@ -92,7 +96,7 @@ class _Simulation:
         if not all(r.done for r in self.ranks):
             check_deadlock(self.program)
             raise ProgramError("invalid program: the simulation stopped before its end")
-        return Timeline("predicted", self.program.devices, tuple(self.events), memory=self._memory())
+        return Timeline("predicted", self.program.devices, tuple(self.events), memory=self.memory.samples())
 
     def _push(self, time_s: float, what: Step | int, version: int = 0) -> None:
         self.created += 1
@@ -124,12 +128,15 @@ class _Simulation:
             if kind is Kind.EXCHANGE:
                 state.waits_for, state.stalled_s = _EXCHANGE, now_s
                 if last:
-                    self._push(now_s + step.seconds, step)
+                    self._push(now_s + step.transfer.seconds, step)
                     self._meet(step, now_s)
                 return
+            if kind is Kind.REDUCE:
+                self.memory.bucket_posted(step.instruction.index, rank, now_s)
             state.outstanding += 1
             if last:
-                self._transmit(step, now_s)
+                self.moving[step.transfer] = step
+                self.links.post(step.transfer, now_s)
         self._wind_up(rank, now_s)
 
     def _wind_up(self, rank: int, now_s: float) -> None:
@@ -140,7 +147,8 @@ class _Simulation:
             return
         work_s = 0.0
         if self.ready.passed_back:
-            work_s = self.costs.optimizer_s(self.costs.trainable_bytes(self.held[rank]))
+            self.memory.sums_ended(rank, now_s)
+            work_s = self.costs.optimizer_s(self.costs.trainable_bytes(self.memory.held[rank]))
         if not self._compute(rank, (Kind.EXCHANGE, _OPTIMIZER, rank), work_s, now_s):
             state.done = True
 
@@ -148,7 +156,7 @@ class _Simulation:
         """Starts computing; False where there is nothing to do."""
         kind, run, _ = key
         if kind is Kind.FORWARD:
-            self._remember(rank, now_s, self.ready.kept_bytes[run, rank])
+            self.memory.forward_starts(run, rank, now_s)
         if work_s <= 0:
             self._release(rank, key, now_s)
             return False
@@ -177,36 +185,23 @@ class _Simulation:
     def _release(self, rank: int, key: Key, now_s: float) -> None:
         """Frees a run's activations after its backward, or its forward where there is no backward."""
         kind, run, _ = key
+        if kind is Kind.BACKWARD:
+            self.memory.backward_ended(run, rank, now_s)
         if kind is Kind.BACKWARD or (kind is Kind.FORWARD and run not in self.ready.passed_back):
-            self._remember(rank, now_s, -self.ready.kept_bytes[run, rank])
+            self.memory.released(run, rank, now_s)
 
-    def _transmit(self, step: Step, now_s: float) -> None:
-        """All have posted: the message or sum takes its links when they are free."""
-        if step.instruction.kind is Kind.REDUCE:
-            senders = receivers = step.ranks
-        else:
-            senders, receivers = step.ranks[:1], step.ranks[1:]
-        start_s = max(now_s, max(map(self.out_of_s.__getitem__, senders)))
-        start_s = max(start_s, max(map(self.into_s.__getitem__, receivers)))
-        end_s = start_s + step.seconds
-        for r in senders:
-            self.out_of_s[r] = end_s
-        for r in receivers:
-            self.into_s[r] = end_s
-        i = step.instruction
-        label, task = self.program.label(i), self.program.task(i)
-        category = Category.SYNC if i.kind is Kind.REDUCE else Category.TRANSFER
-        for rank in step.ranks:
-            self._event(rank, start_s, end_s, step.text, label, category, task)
-        self._push(end_s, step)
+    def _planned(self, end_s: float, transfer: Transfer) -> None:
+        self._push(end_s, self.moving[transfer], transfer.version)
 
     def _end_of_step(self, step: Step, now_s: float) -> None:
         if step.instruction.kind is Kind.EXCHANGE:
             for rank in step.ranks:
                 self.ranks[rank].waits_for = None
+                self.memory.gradients_cleared(self.ready.passed_back, rank, now_s)
             for rank in step.ranks:
                 self._proceed(rank, now_s)
             return
+        self._moved(step, now_s)
         feeds = step.feeds
         if feeds is not None:
             self.ready.missing[feeds] -= 1
@@ -221,6 +216,16 @@ class _Simulation:
                 )
             if ended:
                 self._resume(rank, now_s)
+
+    def _moved(self, step: Step, now_s: float) -> None:
+        """A message or sum has ended: its links are free."""
+        del self.moving[step.transfer]
+        self.links.end(step.transfer, now_s)
+        i = step.instruction
+        label, task = self.program.label(i), self.program.task(i)
+        category = Category.SYNC if i.kind is Kind.REDUCE else Category.TRANSFER
+        for rank in step.ranks:
+            self._event(rank, step.transfer.start_s, now_s, step.text, label, category, task)
 
     def _resume(self, rank: int, now_s: float) -> None:
         state = self.ranks[rank]
@@ -238,7 +243,7 @@ class _Simulation:
         label = self.program.label(step.instruction)
         for rank in step.ranks:
             self._event(rank, self.ranks[rank].stalled_s, now_s, step.text, label, Category.WAIT)
-            self._event(rank, now_s, now_s + step.seconds, step.text, label, Category.SYNC)
+            self._event(rank, now_s, now_s + step.transfer.seconds, step.text, label, Category.SYNC)
 
     def _event(
         self,
@@ -252,19 +257,3 @@ class _Simulation:
     ) -> None:
         if end_s > start_s:
             self.events.append(Event(rank, start_s, end_s, text, label, category, task))
-
-    def _remember(self, rank: int, now_s: float, change: float) -> None:
-        if change:
-            self.changes[rank].append((now_s, change))
-
-    def _memory(self) -> tuple[MemorySample, ...]:
-        samples: list[MemorySample] = []
-        for rank, changes in enumerate(self.changes):
-            held = self.costs.held_bytes(self.held[rank])
-            at_s = 0.0
-            for time_s, change in changes:
-                if time_s > at_s:
-                    samples.append(MemorySample(rank, at_s, round(held)))
-                held, at_s = held + change, time_s
-            samples.append(MemorySample(rank, at_s, round(held)))
-        return tuple(samples)

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 
 from lightning_spindle.costs import Costs
 from lightning_spindle.program import Instruction, Kind, Program
+from lightning_spindle.simulate.links import Transfer, uplinks_of
 
 Key = tuple[Kind, int, int]
 """FORWARD or BACKWARD, run, rank: what messages arrive for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """An instruction of the global order, with its place in the simulation.
 
-    ``seconds`` is a message's or collective's time on idle links. ``feeds`` names the
+    ``transfer`` is what a message, a sum or the exchange takes of the links; ``feeds`` names the
     computation that waits for a message. Mutable: ``arrived`` counts ranks that came.
     """
 
     instruction: Instruction
     text: str
     ranks: tuple[int, ...]
-    seconds: float = 0.0
+    transfer: Transfer
     feeds: Key | None = None
     arrived: int = 0
 
@@ -50,10 +51,9 @@ def prepare(program: Program, costs: Costs, rows: Mapping[str, int]) -> Prepared
     streams: list[list[Step]] = [[] for _ in range(program.devices)]
     ready = Prepared(streams, {}, {}, {}, _passed_back(program))
     seconds: dict[tuple[int, int, bool], float] = {}
-    for instruction in program.order:
+    for position, instruction in enumerate(program.order):
         ranks = program.participants(instruction)
-        step: Step | None = Step(instruction, str(instruction), ranks)
-        assert step is not None
+        step = Step(instruction, str(instruction), ranks, Transfer(position, ranks, ranks))
         match instruction.kind:
             case Kind.FORWARD | Kind.BACKWARD:
                 _computing(program, costs, rows, instruction, ready, seconds)
@@ -61,9 +61,9 @@ def prepare(program: Program, costs: Costs, rows: Mapping[str, int]) -> Prepared
                 if not _message(program, costs, rows, step, ready):
                     continue
             case Kind.REDUCE:
-                step.seconds = costs.all_reduce_s(program.buckets[instruction.index].bytes, ranks)
+                _sum(program, costs, step)
             case Kind.EXCHANGE:
-                step.seconds = costs.exchange_s(ranks)
+                step.transfer.seconds = costs.exchange_s(ranks)
         for rank in ranks:
             streams[rank].append(step)
     return ready
@@ -97,8 +97,17 @@ def _computing(
             ready.kept_bytes[run.index, rank] = kept
 
 
+def _sum(program: Program, costs: Costs, step: Step) -> None:
+    """Fills in what summing a bucket takes."""
+    size = program.buckets[step.instruction.index].bytes
+    transfer = step.transfer
+    transfer.seconds = costs.all_reduce_s(size, step.ranks)
+    transfer.uplinks = uplinks_of(step.ranks, step.ranks, costs.cluster)
+    transfer.uplink_bytes = costs.uplink_bytes(size, step.ranks)
+
+
 def _message(program: Program, costs: Costs, rows: Mapping[str, int], step: Step, ready: Prepared) -> bool:
-    """Fills in a message's time and what it feeds; False where no rows meet."""
+    """Fills in what a message takes and feeds; False where no rows meet."""
     i = step.instruction
     edge = program.edges[i.index]
     task = program.runs[edge.source].task
@@ -106,7 +115,10 @@ def _message(program: Program, costs: Costs, rows: Mapping[str, int], step: Step
     if first >= last:
         return False
     sender, receiver = step.ranks
-    step.seconds = costs.message_s(costs.value_bytes(edge.value, task, last - first), sender, receiver)
+    size = costs.value_bytes(edge.value, task, last - first)
+    uplinks = uplinks_of((sender,), (receiver,), costs.cluster)
+    seconds = costs.message_s(size, sender, receiver)
+    step.transfer = Transfer(step.transfer.position, (sender,), (receiver,), seconds, size, uplinks)
     if i.kind is Kind.ACTIVATION:
         step.feeds = (Kind.FORWARD, edge.target, receiver)
     else:
