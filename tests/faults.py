@@ -695,7 +695,11 @@ FAULTS: tuple[Fault, ...] = (
         "uplinks-not-shared",
         "lightning_spindle.simulate.links:Links._speed",
         bodies.returns(1.0),
-        ("tests/test_links.py",),
+        (
+            "tests/test_links.py::test_messages_over_one_uplink_share_it",
+            "tests/test_links.py::test_a_message_is_fast_again_when_it_is_alone",
+            "tests/test_links.py::test_a_sum_and_a_message_share_an_uplink",
+        ),
     ),
     Fault(
         "gradients-never-cleared",

@@ -114,8 +114,9 @@ def test_the_batch_curve_agrees_with_its_profile_within_10_percent(batch: int, e
 
 def test_efficiency_grows_with_the_batch_and_never_falls_with_the_device() -> None:
     graph = model(1024, 256, layers=1)
-    a_row_s = [AnalyticCosts(graph, A800.cluster(8)).operator_s("layer0", n, False) / n for n in (1, 8, 64)]
-    assert a_row_s == sorted(a_row_s, reverse=True)
+    costs = AnalyticCosts(graph, A800.cluster(8))
+    a_row_s = [costs.operator_s("layer0", n, False) / n for n in (8, 64, 512)]
+    assert a_row_s[0] > 1.2 * a_row_s[1] > 1.2 * a_row_s[2]
     on = [AnalyticCosts(graph, k.cluster(8), kind=k).operator_s("layer0", 64, False) for k in (A800, H100)]
     assert on[1] < on[0]
 
