@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -27,7 +29,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
-from lightning_spindle.runtime import checks, feeding, planning
+from lightning_spindle.runtime import checks, feeding, planning, variants
 from lightning_spindle.runtime.failures import Failures, default_failures
 from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
@@ -35,8 +37,10 @@ from lightning_spindle.runtime.objects import broadcast_object, meet, require_ag
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
-from lightning_spindle.runtime.session import TRAIN, Session, build_session
+from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample, build_session
+from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
 from lightning_spindle.runtime.state import LocalisedOptimizer
+from lightning_spindle.runtime.training import Training
 from lightning_spindle.runtime.transport import (
     LocalTransport,
     ProcessGroupTransport,
@@ -106,6 +110,8 @@ class SpindleStrategy(ParallelStrategy):
         self._failures: Failures | None = None
         self._session: Session | None = None
         self._localised: dict[int, LocalisedOptimizer] = {}
+        self._training: Training | None = None
+        self._variants: dict[str, variants.Variants] = {}
         self._metrics: Mapping[str, object] = {}
         self._sync = True
         self._outcome: Outcome | None = None
@@ -209,8 +215,13 @@ class SpindleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checks.require_supported(trainer, self.lightning_module, self.world_size)
         super().setup(trainer)
+        allow_skipping(trainer)
         for optimizer in self.optimizers:
             checks.require_separable(optimizer)
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # It compares the values of parameters, which may be elsewhere, with those in the optimizer.
+                callback.on_train_epoch_start = self._completely(callback.on_train_epoch_start)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Wraps a task's loader so that only ranks that run the task read its samples."""
@@ -258,6 +269,12 @@ class SpindleStrategy(ParallelStrategy):
                 operators=self._operators,
                 seed=seed,
             )
+        self._variants = {
+            name: variants.Variants(
+                model, step, examples[name], partial(self._variant, name), self._transport, self.root_device
+            )
+            for name, step in self._session.steps.items()
+        }
         if TRAIN in self._session.steps:
             warn_before_fit(model, self._session.steps[TRAIN].capture.graph, self.optimizers)
         self._localise()
@@ -278,16 +295,28 @@ class SpindleStrategy(ParallelStrategy):
             self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
             for optimizer in self._localised.values():
                 optimizer.localise()
+            self._training = Training(self.lightning_module, self._localised)
         state.localise()
 
     # --------------------------------------------------------------------- steps
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All tasks' forwards; what it returns seeds the engine's backward."""
+        assert self._training is not None
+        self._training.follow(self.optimizers)
         self._outcome, self._iteration = self._forward(
             TRAIN, batch, args, kwargs, self.precision_plugin.train_step_context()
         )
+        if self._outcome.output is None:
+            self._skip()
+            return SKIPPED
         return self._outcome.output
+
+    def _skip(self) -> None:
+        """Lightning calls no backward without a loss; earlier steps of the window may wait to be summed."""
+        if self._sync and self.lightning_module.trainer.accumulate_grad_batches > 1:
+            self._running.engine.backward(self._iteration, {}, sync=True)
+        self._outcome = self._iteration = None
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(
@@ -312,9 +341,9 @@ class SpindleStrategy(ParallelStrategy):
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any
     ) -> tuple[Outcome, Any]:
         assert self._session is not None
-        step = self._session.steps[name]
         batch_idx = kwargs.get("batch_idx", args[0] if args else 0)
         dataloader_idx = kwargs.get("dataloader_idx", args[1] if len(args) > 1 else 0)
+        step = self._step(name, batch, dataloader_idx)
         batches, active = feeding.step_batches(self.lightning_module, step, batch, dataloader_idx)
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         if batch_idx == 0:
@@ -324,8 +353,34 @@ class SpindleStrategy(ParallelStrategy):
             )
         with context or nullcontext():
             iteration = step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
+            # The ranks have agreed on the program by now; one for other parameters may need other groups.
+            if isinstance(self._transport, ProcessGroupTransport):
+                self._transport.prepare(step.program.groups())
             model, device, seed = self.lightning_module, self.root_device, step.engine.seed
             return outcome_of(model, step, iteration, active, device, seed), iteration
+
+    def _step(self, name: str, batch: Any, dataloader_idx: int) -> Step:
+        """The step for batches of this structure and for what trains now."""
+        assert self._session is not None
+        own = feeding.loader_batches(self._session.steps[name], batch, dataloader_idx)
+        step = self._variants[name].fitting(own)
+        if name == TRAIN:
+            assert self._training is not None
+            step.follow(self._training)
+            self._running = step
+        return step
+
+    def _variant(self, name: str, example: StepExample) -> Step:
+        assert self._session is not None
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            isolate_rng(),
+            self.precision_plugin.forward_context(),
+        ):
+            # Those of an earlier fit are kept for its checkpoints.
+            optimizers = () if self._training is None else self._localised.values()
+            return variants.build(self._session, name, example, optimizers)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base method with the engine's backward and gradient sync where autograd's would end."""
@@ -341,13 +396,13 @@ class SpindleStrategy(ParallelStrategy):
         assert self._session is not None
         assert self._outcome is not None
         seeds = self._outcome.seeds()
-        self._session.steps[TRAIN].engine.backward(self._iteration, seeds, sync=self._sync)
+        self._running.engine.backward(self._iteration, seeds, sync=self._sync)
         self._outcome = self._iteration = None
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._recording is not None:
-            self._recording.iteration_ended()
+            self._recording.iteration_ended(self._running)
         return output
 
     @contextmanager
@@ -422,6 +477,17 @@ class SpindleStrategy(ParallelStrategy):
             if not complete:
                 state.localise()
 
+    def _completely(self, call: Callable[..., None]) -> Callable[..., None]:
+        """``call`` with the whole model and whole optimizers on every rank."""
+
+        def called(*args: Any) -> None:
+            with self.full_model(), ExitStack() as stack:
+                for optimizer in self._localised.values():
+                    stack.enter_context(optimizer.completed())
+                call(*args)
+
+        return called
+
     # ----------------------------------------------------------------------- end
 
     def on_validation_start(self) -> None:
@@ -459,10 +525,11 @@ class SpindleStrategy(ParallelStrategy):
         model = self.lightning_module
         if model is not None:
             restore_metrics(model, self._metrics)
+            end_skipping(model.trainer)
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
-        self._session = self._recording = self._outcome = self._iteration = None
-        self._metrics = {}
+        self._session = self._recording = self._outcome = self._iteration = self._training = None
+        self._metrics, self._variants = {}, {}
         super().teardown()
         self._lightning_module = model

@@ -70,6 +70,38 @@ def changes_arguments(change: Callable[..., tuple[Any, ...]]) -> Callable[[Funct
     return replace
 
 
+def forgets_keyword(name: str) -> Callable[[Function], Function]:
+    """The call is made without a keyword argument."""
+
+    def replace(original: Function) -> Function:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{key: value for key, value in kwargs.items() if key != name})
+
+        return faulty
+
+    return replace
+
+
+def knows_own_parameters_only(original: Function) -> Function:
+    """A step's program does not sum what other variants of the step use."""
+
+    def faulty(self: Any, trainable: Any) -> Any:
+        self._trained = {}
+        return original(self, trainable)
+
+    return faulty
+
+
+def counts_the_first_leaf(original: Function) -> Function:
+    """Other leaves may have another number of rows."""
+
+    def faulty(self: Any, leaves: list[Any]) -> int:
+        first = next(i for i, leaf in enumerate(self.leaves) if leaf.dim is not None)
+        return original(replace(self, leaves=self.leaves[first : first + 1]), leaves[first : first + 1])
+
+    return faulty
+
+
 def divides_by_two(original: Function) -> Function:
     """A bucket's sum becomes a mean over two holders, however many there are."""
 

@@ -52,6 +52,12 @@ class Fault:
 SCALE = "tests/cases/test_c01_c02_scale.py"
 LOGS = "tests/cases/test_c04_c05_logs.py"
 IDLE = "tests/cases/test_c03_idle_tasks.py"
+BATCHES = "tests/cases/test_c15_batches.py"
+MISSING = "tests/cases/test_c16_missing.py"
+SKIPPED = "tests/cases/test_c37_skipped_steps.py"
+NORMS = "tests/cases/test_c43_batch_norm.py"
+FREEZING = "tests/cases/test_freezing.py"
+ATTRIBUTES = "tests/cases/test_attributes.py"
 SHARED = "tests/cases/test_c06_c18_shared.py"
 PARAMETERS = "tests/cases/test_c25_c35_c51_parameters.py"
 LIBRARIES = "tests/capture/test_library_models.py"
@@ -204,6 +210,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             f"{KINDS}::test_tasks_without_a_batch_are_idle",
             f"{IDLE}::test_c03_an_idle_task_keeps_parameters_momentum_and_steps",
+            f"{SKIPPED}::test_c37_one_task_skips",
+            f"{MISSING}::test_c16_an_optional_image",
             "tests/runtime/test_engine.py::test_idle_parameters_have_no_gradient",
         ),
     ),
@@ -357,9 +365,119 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "unfrozen-parameters-not-noticed",
-        "lightning_spindle.runtime.engine:Engine._require_frozen",
+        "lightning_spindle.runtime.session:Step.follow",
         bodies.does_nothing,
-        (f"{KINDS}::test_a_tower_unfrozen_in_the_fit_is_refused",),
+        (f"{FREEZING}::test_freezing_and_unfreezing_in_the_fit",),
+    ),
+    Fault(
+        "added-groups-not-noticed",
+        "lightning_spindle.runtime.state:LocalisedOptimizer.follow",
+        bodies.returns(False),
+        (
+            f"{FREEZING}::test_groups_that_were_added_are_saved",
+            f"{FREEZING}::test_what_cannot_be_followed_is_refused",
+        ),
+    ),
+    Fault(
+        "a-total-counts-on-every-rank",
+        "lightning_spindle.runtime.session:TotalRun.foreign",
+        bodies.returns([]),
+        (
+            f"{FREEZING}::test_freezing_a_weight_of_the_total",
+            f"{WAYS}::test_loss_weight_that_a_task_uses_too",
+        ),
+    ),
+    Fault(
+        "optimizers-not-complete-for-callbacks",
+        "lightning_spindle.strategy:SpindleStrategy._completely",
+        bodies.passes_through(1),
+        (f"{FREEZING}::test_freezing_and_unfreezing_in_the_fit",),
+    ),
+    Fault(
+        "changed-attributes-not-noticed",
+        "lightning_spindle.runtime.session:Step.outdated",
+        bodies.returns([]),
+        (
+            f"{ATTRIBUTES}::test_attributes_that_a_callback_changes",
+            f"{ATTRIBUTES}::test_attributes_of_a_module_of_its_own",
+            f"{ATTRIBUTES}::test_attributes_that_change_in_every_step_are_refused_by_name",
+        ),
+    ),
+    Fault(
+        "variants-where-they-like",
+        "lightning_spindle.program.placing:follow",
+        bodies.forgets_keyword("within"),
+        (f"{MISSING}::test_c16_an_optional_image",),
+    ),
+    Fault(
+        "momentum-left-behind",
+        "lightning_spindle.runtime.state:LocalisedOptimizer.grow",
+        lambda original: lambda self, before, transport, device: self.localise(),
+        (f"{MISSING}::test_c16_parameters_reach_the_rank_that_runs_the_whole_step",),
+    ),
+    Fault(
+        "only-the-last-variant-summed",
+        "lightning_spindle.runtime.training:Programs.of",
+        bodies.knows_own_parameters_only,
+        (f"{MISSING}::test_c16_with_accumulation",),
+    ),
+    Fault(
+        "one-structure-for-all",
+        "lightning_spindle.runtime.variants:Variants._code",
+        bodies.returns(2),
+        (f"{MISSING}::test_c16_an_optional_image", f"{MISSING}::test_c16_in_a_module_of_its_own"),
+    ),
+    Fault(
+        "skipped-steps-refused",
+        "lightning_spindle.runtime.skipping:allow_skipping",
+        bodies.does_nothing,
+        (f"{SKIPPED}::test_c37_all_tasks_skip", f"{SKIPPED}::test_c37_a_module_of_its_own_skips"),
+    ),
+    Fault(
+        "windows-end-without-a-sum",
+        "lightning_spindle.strategy:SpindleStrategy._skip",
+        bodies.does_nothing,
+        (f"{SKIPPED}::test_c37_all_tasks_skip",),
+    ),
+    Fault(
+        "lightning-left-changed",
+        "lightning_spindle.runtime.skipping:end_skipping",
+        bodies.does_nothing,
+        (f"{SKIPPED}::test_c37_lightning_is_left_as_it_was",),
+    ),
+    Fault(
+        "row-lists-not-found",
+        "lightning_spindle.capture.layout:_row_lists",
+        bodies.returns(frozenset()),
+        (
+            f"{BATCHES}::test_c15_parts_make_the_batch",
+            f"{BATCHES}::test_c15_strings_lists_flags_and_ragged_boxes_in_a_fit",
+            f"{BATCHES}::test_c15_rows_belong_together_in_each_shard",
+        ),
+    ),
+    Fault(
+        "tuples-of-strings-taken-apart",
+        "lightning_spindle.capture.trees:_is_strings",
+        bodies.returns(False),
+        (f"{BATCHES}::test_c15_tuples_of_strings_do_not_depend_on_the_rows",),
+    ),
+    Fault(
+        "dataclasses-as-dicts",
+        "lightning_spindle.capture.trees:_original",
+        lambda original: lambda values, context: dict(zip(context[1], values, strict=True)),
+        (f"{BATCHES}::test_c15_parts_make_the_batch",),
+    ),
+    Fault(
+        "unlike-rows-not-noticed",
+        "lightning_spindle.capture.pieces:BatchLayout.rows",
+        bodies.counts_the_first_leaf,
+        (f"{BATCHES}::test_c15_rows_that_do_not_agree_are_an_error_on_every_rank",),
+    ),
+    Fault(
+        "buffers-of-norms-unseen",
+        "lightning_spindle.capture.classify:_Classifier._buffers",
+        bodies.returns({}),
+        (f"{NORMS}::test_c43_statistics_are_those_of_the_whole_batch",),
     ),
     Fault(
         "written-buffers-unknown",

@@ -5,7 +5,7 @@
 
 from lightning_spindle.capture.api import capture
 from lightning_spindle.capture.errors import CaptureWarning
-from lightning_spindle.capture.layout import batch_layout, flatten, take_rows, unflatten
+from lightning_spindle.capture.layout import batch_layout, take_rows
 from lightning_spindle.capture.pieces import (
     BatchIndex,
     BatchLayout,
@@ -16,6 +16,7 @@ from lightning_spindle.capture.pieces import (
     Piece,
     ValueRef,
 )
+from lightning_spindle.capture.trees import flatten, unflatten
 
 __all__ = [
     "BatchIndex",

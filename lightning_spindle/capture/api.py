@@ -19,9 +19,9 @@ from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.coarse import coarse_parts
 from lightning_spindle.capture.errors import StepOutputError, reason_of
 from lightning_spindle.capture.joint import Joint
-from lightning_spindle.capture.layout import flatten
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
 from lightning_spindle.capture.step import Step
+from lightning_spindle.capture.trees import flatten
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter
 
 _LOCK = threading.Lock()  # tracing replaces functions of torch for its duration
@@ -65,7 +65,7 @@ def capture(
             if task not in batches or not is_overridden(step, module):
                 continue
             one = Step(model, module, task, step, operators)
-            leaves, spec = flatten(batches[task])
+            leaves, spec = flatten(batches[task], layouts[task].lists)
             try:
                 parts[task], own_logs = _take_apart(one, leaves, spec, layouts[task])
                 logs += own_logs
@@ -77,7 +77,13 @@ def capture(
     graph = _graph(model, layouts, batches, parts)
     pieces: dict[str, Piece] = {name: piece for part in parts.values() for name, piece in part.pieces.items()}
     return Capture(
-        graph, pieces, {t: layouts[t] for t in parts}, tuple(logs), coarse, written=_written(parts)
+        graph,
+        pieces,
+        {t: layouts[t] for t in parts},
+        tuple(logs),
+        coarse,
+        written=_written(parts),
+        attributes={name: value for part in parts.values() for name, value in part.attributes.items()},
     )
 
 
@@ -101,6 +107,7 @@ def _of_module(
         totals=joint.totals,
         refused=joint.refused,
         written=_written(joint.parts),
+        attributes=joint.attributes,
     )
 
 
@@ -132,7 +139,9 @@ def _graph(
             if name in used
         ),
         results=tuple(r for part in parts.values() for r in part.results),
-        rows=tuple((task, layouts[task].rows(flatten(batches[task])[0])) for task in parts),
+        rows=tuple(
+            (task, layouts[task].rows(flatten(batches[task], layouts[task].lists)[0])) for task in parts
+        ),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from lightning_spindle.capture import patches
+from lightning_spindle.capture.attributes import Attributes
 from lightning_spindle.capture.classify import Info
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.grouping import Group, Grouping
@@ -31,6 +32,7 @@ class Parts:
     pieces: dict[str, Piece] = field(default_factory=dict)
     written: dict[str, set[str]] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
 
 
 class Assembler:
@@ -54,7 +56,7 @@ class Assembler:
 
     def parts(self) -> Parts:
         """Operators in an order in which they can run, with their pieces."""
-        parts = Parts()
+        parts = Parts(attributes=self.trace.attributes)
         read_by = {g: self.grouping.needed(g) for g in self.grouping.groups}
         outputs: dict[Group, list[fx.Node]] = {g: [] for g in self.grouping.groups}
         wanted = {n for _, read in read_by.values() for n in read} | set(self.trace.results.values())

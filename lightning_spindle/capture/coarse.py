@@ -13,9 +13,9 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spindle import tasklog
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.errors import CaptureWarning
-from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source
 from lightning_spindle.capture.step import Step
+from lightning_spindle.capture.trees import unflatten
 from lightning_spindle.capture.untouched import StepRun, run_step
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
 
@@ -96,6 +96,10 @@ class _CoarseBuilder:
             with tasklog.sink(receive, self.step.logging):
                 output = self.step(unflatten(leaves, self.spec), batch_idx)
             loss = output.get("loss") if isinstance(output, dict) else output
+            if loss is None and output is not None and self.step.name == "training_step":
+                raise ValueError(
+                    "training_step returns a loss, a dict with the key 'loss', or None to be skipped"
+                )
             return loss, logs
 
         return run

@@ -19,10 +19,10 @@ from torch.utils._pytree import TreeSpec
 from lightning_spindle.capture.apart import Apart, take_apart, traced, verify, warn_of_opaque
 from lightning_spindle.capture.arrangement import Arrangement, Form
 from lightning_spindle.capture.assemble import Builder, Parts
+from lightning_spindle.capture.attributes import Attributes
 from lightning_spindle.capture.coarse import coarse_parts
 from lightning_spindle.capture.cut import Cut
 from lightning_spindle.capture.errors import StepOutputError, TraceError, reason_of
-from lightning_spindle.capture.layout import flatten
 from lightning_spindle.capture.measure import measure
 from lightning_spindle.capture.pieces import (
     BatchIndex,
@@ -34,6 +34,7 @@ from lightning_spindle.capture.pieces import (
     Total,
 )
 from lightning_spindle.capture.step import Step
+from lightning_spindle.capture.trees import Lists, flatten
 
 Active = frozenset[str]
 
@@ -66,6 +67,7 @@ class Joint:
         self.totals: dict[Active, Total] = {}
         self.coarse: dict[str, str] = {}
         self.refused: dict[Active, str] = {}
+        self.attributes: Attributes = {}
         self._capture()
 
     def _capture(self) -> None:
@@ -92,7 +94,7 @@ class Joint:
             for task in cuts[fullest].tasks:
                 results = {key: node for node, (owner, key) in keys[fullest].items() if owner == task}
                 trace, copies[task] = cuts[fullest].of_task(task, results)
-                leaves, _ = flatten(self.batches[task])
+                leaves, _ = flatten(self.batches[task], self.layouts[task].lists)
                 apart[task] = take_apart(self._named(task), trace, leaves, self.layouts[task])
             _require_apart(cuts[fullest], apart, copies)
             totals = {a: self._total(cut, keys[a], apart) for a, cut in cuts.items()}
@@ -104,6 +106,8 @@ class Joint:
         warn_of_opaque(" and ".join(cuts[fullest].tasks), cuts[fullest].trace)
         self.parts |= {task: found.parts for task, found in apart.items()}
         self.totals |= totals
+        for cut in cuts.values():
+            self.attributes |= cut.trace.attributes
 
     def _named(self, task: str, dataloader_idx: int | None = None) -> Step:
         return Step(self.model, self.model, task, self.step, self.operators, dataloader_idx)
@@ -111,12 +115,23 @@ class Joint:
     def _whole(self, active: Active) -> tuple[Step, list[Any], TreeSpec, list[str]]:
         """The step for a set of tasks, with the leaves of the whole batch, and the task of each."""
         step = self._named(_title(self._tasks(active)), self.arrangement.dataloader_idx(active))
-        leaves, spec = flatten(self.arrangement.joined(self.batches, active))
+        leaves, spec = flatten(self.arrangement.joined(self.batches, active), self._lists(active))
         names = self.arrangement.names if self.arrangement.form in (Form.KEYED, Form.LISTED) else active
         owners: list[str] = []
         for name in names:
-            owners += [name] * (len(flatten(self.batches[name])[0]) if name in active else 1)
+            owners += [name] * (len(self.layouts[name].leaves) if name in active else 1)
         return step, leaves, spec, owners
+
+    def _lists(self, active: Active) -> Lists:
+        """The row lists of the whole batch for a set of tasks."""
+        if self.arrangement.form not in (Form.KEYED, Form.LISTED):
+            (name,) = active
+            return self.layouts[name].lists
+        keys = {
+            name: name if self.arrangement.form is Form.KEYED else i
+            for i, name in enumerate(self.arrangement.names)
+        }
+        return frozenset(f"[{keys[name]!r}]{path}" for name in active for path in self.layouts[name].lists)
 
     def _tasks(self, active: Active) -> list[str]:
         return [name for name in self.arrangement.names if name in active]
@@ -157,7 +172,7 @@ class Joint:
             found += own if name == first else [LeafLayout(None)] * len(own)
         names = tuple(f"[{n!r}]{leaf}" for n in dict.fromkeys(owners) for leaf in self.layouts[n].names)
         kinds = tuple(kind for n in dict.fromkeys(owners) for kind in self.layouts[n].kinds)
-        return BatchLayout(spec, tuple(found), names, kinds)
+        return BatchLayout(spec, tuple(found), names, kinds, self._lists(frozenset(owners)))
 
     # ------------------------------------------------------------------------------------- the total
     def _total(self, cut: Cut, keys: Mapping[fx.Node, tuple[str, str]], apart: Mapping[str, Apart]) -> Total:

@@ -1,7 +1,6 @@
-"""How batches are taken apart: leaves, where each holds its rows, and rows of them.
+"""Where the leaves of batches (``trees``) hold their rows, and rows of them.
 
-Legend: B rows of a batch. A *leaf* is a tensor, a scalar (number, string, None) or a list of scalars
-(captions, ids), which holds one entry a row where it has batch length.
+Legend: B rows of a batch. A list is taken apart in step with the tensors where it has an entry a row.
 """
 
 from __future__ import annotations
@@ -10,33 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
 
 from lightning_spindle.capture.pieces import BatchLayout, LeafLayout
-
-_SCALARS = (str, bytes, int, float, complex, bool, type(None))
-
-
-def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
-    """A batch's leaves and its tree. Lists of scalars are one leaf."""
-    return tree_flatten(batch, is_leaf=_is_scalar_list)
-
-
-def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
-    """The inverse of ``flatten``."""
-    return tree_unflatten(list(leaves), spec)
-
-
-def leaf_names(batch: Any) -> list[str]:
-    """A name for each leaf as the user would write it, such as ``['image']`` or ``[0]``."""
-    found, _ = tree_flatten_with_path(batch, is_leaf=_is_scalar_list)
-    return [keystr(path) or "the batch" for path, _ in found]
+from lightning_spindle.capture.trees import Lists, flatten, leaf_names, list_lengths
 
 
 def batch_layout(
@@ -51,18 +26,54 @@ def batch_layout(
     Raises:
         ValueError: where rows cannot be found without guessing; names the leaf.
     """
-    leaves, spec = flatten(batch)
-    names, kinds = tuple(leaf_names(batch)), tuple(map(leaf_kind, leaves))
-    found = _by_growth(batch, collate, samples[0]) if collate is not None and samples else None
+    grown = (
+        (collate([samples[0]] * 2), collate([samples[0]] * 3)) if collate is not None and samples else None
+    )
+    lists = frozenset[str]() if grown is None else _row_lists(*grown)
+    leaves, spec = flatten(batch, lists)
+    names, kinds = tuple(leaf_names(batch, lists)), tuple(map(leaf_kind, leaves))
+    found = None if grown is None else _by_growth(leaves, names, lists, *grown)
     if found is None:
         found = _by_leading_dimension(leaves, list(names))
-    return BatchLayout(spec, found, names, kinds)
+    return BatchLayout(spec, found, names, kinds, lists)
+
+
+def layout_like(batch: Any, known: BatchLayout) -> BatchLayout:
+    """Where a batch of another structure than ``known`` holds its rows.
+
+    Leaves that ``known`` names hold them as there; of the others tensors with as many entries in their
+    leading dimension as there are rows, and lists of as many scalars.
+
+    Raises:
+        ValueError: it has no rows that are known, or a tensor's cannot be found; names the leaf.
+    """
+    leaves, spec = flatten(batch, known.lists)
+    names, kinds = tuple(leaf_names(batch, known.lists)), tuple(map(leaf_kind, leaves))
+    layouts = dict(zip(known.names, zip(known.leaves, known.kinds, strict=True), strict=True))
+    found = [
+        layouts[name][0] if name in layouts and layouts[name][1] == kind else None
+        for name, kind in zip(names, kinds, strict=True)
+    ]
+    told = [(leaf, of) for leaf, of in zip(leaves, found, strict=True) if of is not None]
+    rows = BatchLayout(spec, tuple(of for _, of in told)).rows([leaf for leaf, _ in told])
+    for at, leaf in enumerate(leaves):
+        if found[at] is None:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != rows:
+                raise ValueError(
+                    f"batch leaf {names[at]} has {leaf.shape[0]} entries in its leading dimension, and the "
+                    f"batch {rows} rows: Spindle cannot tell where it holds them. Give what only some rows "
+                    "have for all of them, with a mask"
+                )
+            found[at] = _leading(leaf, rows)
+    return BatchLayout(spec, tuple(of for of in found if of is not None), names, kinds, known.lists)
 
 
 def leaf_kind(leaf: Any) -> str:
-    """What a trace takes for granted of a leaf: "tensor", "None" or "value"."""
+    """What a trace takes for granted of a leaf: "tensor", "None", "value"; of a list, "values with None"."""
     if isinstance(leaf, torch.Tensor):
         return "tensor"
+    if isinstance(leaf, list) and None in leaf:
+        return "values with None"
     return "None" if leaf is None else "value"
 
 
@@ -109,18 +120,19 @@ def _rows_of(leaf: Any, of: LeafLayout, first: int, last: int) -> Any:
     return leaf[first * of.per_row : last * of.per_row]
 
 
-def _is_scalar_list(node: Any) -> bool:
-    return isinstance(node, list) and bool(node) and all(isinstance(entry, _SCALARS) for entry in node)
+def _row_lists(twice: Any, thrice: Any) -> Lists:
+    """Lists of tensors or containers that grow with the number of rows (boxes of each image)."""
+    two, three = list_lengths(twice), list_lengths(thrice)
+    return frozenset(name for name in two.keys() & three.keys() if two[name] != three[name])
 
 
-def _by_growth(batch: Any, collate: Callable[[list[Any]], Any], sample: Any) -> tuple[LeafLayout, ...] | None:
-    twice, thrice = collate([sample] * 2), collate([sample] * 3)
-    (two, _), (three, _), (example, spec) = flatten(twice), flatten(thrice), flatten(batch)
-    if not len(two) == len(three) == spec.num_leaves:
+def _by_growth(
+    leaves: list[Any], names: Sequence[str], lists: Lists, twice: Any, thrice: Any
+) -> tuple[LeafLayout, ...] | None:
+    (two, _), (three, _) = flatten(twice, lists), flatten(thrice, lists)
+    if not len(two) == len(three) == len(leaves):
         return None  # hooks changed the batch after it was collated
-    return tuple(
-        _growth(name, a, b, c) for name, a, b, c in zip(leaf_names(batch), two, three, example, strict=True)
-    )
+    return tuple(_growth(*found) for found in zip(names, two, three, leaves, strict=True))
 
 
 def _growth(name: str, two: Any, three: Any, example: Any) -> LeafLayout:
@@ -131,6 +143,11 @@ def _growth(name: str, two: Any, three: Any, example: Any) -> LeafLayout:
         )
     if isinstance(two, list):
         per_row = len(three) - len(two)
+        if per_row and len(two) != 2 * per_row:
+            raise ValueError(
+                f"batch leaf {name}: a list of {len(two)} entries for 2 rows and {len(three)} for 3; "
+                "expected a fixed number a row"
+            )
         return LeafLayout(0, per_row) if per_row else LeafLayout(None)
     if not isinstance(two, torch.Tensor):
         return LeafLayout(None)

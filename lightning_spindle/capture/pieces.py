@@ -69,13 +69,15 @@ class BatchLayout:
     """How a task's batch is taken apart: its tree, and the layout of each leaf.
 
     ``names`` are the leaves as the user would write them, ``kinds`` what they were in the example
-    (``layout.leaf_kind``); both are empty where a layout was written by hand.
+    (``layout.leaf_kind``); both are empty where a layout was written by hand. ``lists`` are lists of
+    other things than scalars that have an entry a row, each a leaf (``trees.flatten``).
     """
 
     spec: TreeSpec
     leaves: tuple[LeafLayout, ...]
     names: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    lists: frozenset[str] = frozenset()
 
     def rows(self, leaves: list[Any]) -> int:
         """Rows of a batch, from its first leaf that has rows.
@@ -84,7 +86,7 @@ class BatchLayout:
             ValueError: leaves disagree, or none has rows.
         """
         counts = {
-            leaf.shape[layout.dim] // layout.per_row if isinstance(leaf, torch.Tensor) else len(leaf)
+            (leaf.shape[layout.dim] if isinstance(leaf, torch.Tensor) else len(leaf)) // layout.per_row
             for leaf, layout in zip(leaves, self.leaves, strict=True)
             if layout.dim is not None
         }
@@ -160,7 +162,8 @@ class Capture:
     each set of tasks that a batch may hold, a total (with the logs), or a reason why such a batch
     is refused. A task that is no loader of the arrangement gets the step's whole batch.
 
-    ``written`` names, by operator, buffers of each module of which it writes any.
+    ``written`` names, by operator, buffers of each module of which it writes any. ``attributes`` are plain
+    attributes of the model's modules that steps read, with the values that the pieces have in them.
     """
 
     graph: OperatorGraph
@@ -172,6 +175,12 @@ class Capture:
     totals: Mapping[frozenset[str], Total] = field(default_factory=dict)
     refused: Mapping[frozenset[str], str] = field(default_factory=dict)
     written: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def joining(self) -> frozenset[str]:
+        """Parameters of totals, which every rank uses."""
+        return frozenset(name for total in self.totals.values() for name in total.parameters)
 
     def batches(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Example batches by the tasks of this step."""

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import fx, nn
 
+from lightning_spindle.capture.attributes import Attributes
 from lightning_spindle.capture.errors import StepOutputError, TraceError
 from lightning_spindle.capture.evaluate import Holder
 from lightning_spindle.capture.pieces import LogCall
@@ -32,6 +33,8 @@ class StepTrace:
     """Logged keys to the node that was given as ``batch_size``; of a module of its own."""
     gives: str = "loss"
     """What the step returns: see ``pieces.Total``."""
+    attributes: Attributes = field(default_factory=dict)
+    """Plain attributes of the model that the step read."""
 
 
 @dataclass(frozen=True)

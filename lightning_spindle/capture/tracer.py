@@ -16,13 +16,14 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
+from lightning_spindle.capture.attributes import Attributes, noted
 from lightning_spindle.capture.blocks import find_blocks, is_leaf, is_metric
 from lightning_spindle.capture.errors import TraceError, reason_of
 from lightning_spindle.capture.evaluate import Holder, filled, plain_state, run_node, with_tensors
-from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.pieces import LogCall
 from lightning_spindle.capture.stacks import LAYER_STACKS
 from lightning_spindle.capture.step import Step, StepTrace, results_of
+from lightning_spindle.capture.trees import unflatten
 from lightning_spindle.capture.watching import observe, unhooked
 
 
@@ -57,6 +58,7 @@ class StepTracer(fx.Tracer):
         self.shadowing = False
         self._fetched: dict[str, fx.Proxy] = {}
         self._autocast = _autocast_state()
+        self.attributes: Attributes = {}
 
     # ------------------------------------------------------------------------------------- the step
     def trace_step(self, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
@@ -80,7 +82,8 @@ class StepTracer(fx.Tracer):
         def trace() -> fx.Graph:
             named = [*self.step.model.named_buffers(), *self.step.model.named_parameters()]
             self._names = {id(tensor): name for name, tensor in named}
-            with patches.tracing(self, self.step.model):
+            active = lambda: not self.shadowing  # noqa: E731
+            with noted(self.step.model, self.attributes, active), patches.tracing(self, self.step.model):
                 return self.trace(holder)
 
         self._run = run
@@ -103,6 +106,7 @@ class StepTracer(fx.Tracer):
             self.opaque,
             self.sizes,
             found["gives"],
+            self.attributes,
         )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:

@@ -17,8 +17,8 @@ from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.evaluate import Holder, kept_generators, plain_state, with_tensors
-from lightning_spindle.capture.layout import unflatten
 from lightning_spindle.capture.step import Step, results_of
+from lightning_spindle.capture.trees import unflatten
 
 _INTERNAL = set(nn.Module().__dict__)
 _HOOKS = [name for name in nn.Module().__dict__ if name.startswith("_forward_") and "hooks" in name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_spindle.graph import Layout, MetaGraph, OperatorGraph
 from lightning_spindle.plan import ExecutionPlan
@@ -29,13 +29,18 @@ def place_plan(plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph) 
 
 
 def follow(
-    runs: Sequence[ProgramRun], devices: int, trained: OperatorGraph, graph: OperatorGraph
+    runs: Sequence[ProgramRun],
+    devices: int,
+    trained: OperatorGraph,
+    graph: OperatorGraph,
+    within: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[ProgramRun, ...]:
     """Places another step's graph (validation, test) where a trained graph's parameters lie.
 
     An operator goes to the devices of the run that holds most of its parameters (of its own
     task where there is a choice), one without parameters to the devices that give its
-    inputs, else to all devices. What writes a buffer goes where training writes it.
+    inputs, else to all devices. What writes a buffer goes where training writes it. ``within`` are
+    devices to which a task's other operators keep.
     """
     holding = {name: run for run in runs for name in run.operators}
     users: dict[str, list[str]] = {}
@@ -56,6 +61,8 @@ def follow(
         best = max(votes, key=lambda d: (votes[d][1], votes[d][0], d)) if votes else None
         everywhere = tuple(range(devices))
         group = best or (near[0] if near else everywhere)
+        if within is not None:
+            group = tuple(device for device in group if device in within[o.task]) or within[o.task]
         if o.layout is Layout.EVERYWHERE:
             group = everywhere
         where[o.name] = group[:1] if o.layout is Layout.WHOLE else group

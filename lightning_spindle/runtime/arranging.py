@@ -88,7 +88,13 @@ def example_of(trainer: Any, strategy: Any, step: str, given: Any) -> StepExampl
             layouts[name] = batch_layout(batches[name], one.collate, one.samples)
         except ValueError as e:
             raise ValueError(f"loader {name!r}, {step}: {e}") from e
-    return StepExample(batches, layouts, arrangement, frozenset(n for n, one in found.items() if one.draws))
+    return StepExample(
+        batches,
+        layouts,
+        arrangement,
+        frozenset(n for n, one in found.items() if one.draws),
+        frozenset(n for n, one in found.items() if one.varies),
+    )
 
 
 def task_of(captured: Capture, loader: str) -> str:

@@ -39,6 +39,12 @@ _CATEGORY = {
 }
 
 
+_UNLIKE = (
+    "ranks do not train the same parameters any more: freeze, unfreeze and add parameters to optimizers "
+    "alike on every rank, not where the rank is 0"
+)
+
+
 class InstructionError(RuntimeError):
     """An instruction failed; says which, where, and why."""
 
@@ -50,7 +56,7 @@ class Engine:
         program: the same on every rank.
         capture: the step that the program was lowered from.
         callables: built pieces of the operators that this rank runs.
-        parameters: the trainable parameters that this rank holds, by canonical name.
+        parameters: those that this rank holds, by canonical name.
         transport: to the other ranks.
         device: where this rank's tensors are.
         seed: of the operators' random numbers.
@@ -67,7 +73,6 @@ class Engine:
         *,
         seed: int = 0,
     ) -> None:
-        self.program = program
         self.marks: list[Mark] = []
         self._clock_s = 0.0
         self._graph = capture.graph
@@ -79,16 +84,28 @@ class Engine:
         self.seed = seed
         self._values = capture.graph.value_map()
         self._messenger = Messenger(transport, device)
-        order = program.rank(transport.rank)
+        self._result_values = {r.value for r in capture.graph.results}
+        self._losses = {r.value: r for r in capture.graph.results if r.is_loss}
+        self.use(program)
+
+    def use(self, program: Program, digest: int = 0) -> None:
+        """Goes on with another program of the same runs, from the next iteration on.
+
+        ``digest`` tells what trains from anything else that could; ranks compare theirs in each iteration.
+        """
+        self.program, self.digest = program, digest
+        order = program.rank(self._transport.rank)
         backward = (Kind.BACKWARD, Kind.GRADIENT, Kind.REDUCE)
         self._forwards = tuple(i for i in order if i.kind not in backward)
         self._backwards = tuple(i for i in order if i.kind in backward)
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
-        self._result_values = {r.value for r in capture.graph.results}
         self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
-        self._losses = {r.value: r for r in capture.graph.results if r.is_loss}
-        self._frozen = [n for n, p in parameters.items() if not p.requires_grad]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._transport.rank
 
     @property
     def tasks(self) -> frozenset[str]:
@@ -102,7 +119,6 @@ class Engine:
             batches: every task's batch; a task that is missing or has no rows is idle.
             index: number of the iteration, for the operators' random numbers.
         """
-        self._require_frozen()
         self.marks.clear()
         signatures = {
             task: _signature(batch.leaves, self._capture.layouts[task])
@@ -137,15 +153,6 @@ class Engine:
         iteration.buckets.clear()
         iteration.runs.clear()
         iteration.received.clear()
-
-    def _require_frozen(self) -> None:
-        """Gradients only flow where the program, made at the start, has them flow."""
-        thawed = [n for n in self._frozen if self._parameters[n].requires_grad] if self._backwards else []
-        if thawed:
-            raise ValueError(
-                f"parameters were frozen when the fit began and are not any more: {', '.join(thawed)}. "
-                f"Spindle decides at the start which gradients go between ranks; unfreeze between two fits"
-            )
 
     def _execute(
         self,
@@ -284,8 +291,9 @@ class Engine:
     def _exchange(self, iteration: Iteration) -> dict[Result, float | torch.Tensor]:
         """Each result of the step, the same on every rank; absent where its task was idle."""
         results = self._graph.results
-        size = 2 * len(results) + len(self._readers)
+        size = 2 * len(results) + len(self._readers) + 1
         table = torch.zeros(size, dtype=torch.float64, device=self._device)
+        table[-1] = self.digest
         for at, (task, reader) in enumerate(self._readers.items(), 2 * len(results)):
             if reader == self._transport.rank and task in iteration.batches:
                 table[at] = iteration.batches[task].rows
@@ -299,7 +307,9 @@ class Engine:
                     table[2 * at] += torch.as_tensor(state.results[result.value]).detach().double() * share
                     table[2 * at + 1] += 1
         self._transport.all_reduce(table, everyone(self._transport)).wait()
-        figures = table.tolist()
+        *figures, digests = table.tolist()
+        if digests != self.digest * self._transport.size:
+            raise ValueError(_UNLIKE)
         self._take_rows(iteration, figures[2 * len(results) :])
         for run in self.program.runs:
             for name in run.operators:

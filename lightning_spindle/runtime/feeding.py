@@ -100,6 +100,7 @@ def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iter
     batches: dict[str, Any] = {}
     layouts: dict[str, BatchLayout] = {}
     drawing: set[str] = set()
+    varying: set[str] = set()
     for task in sorted(set(wanted) & loaders.keys(), key=list(trainer.lightning_module.tasks).index):
         try:
             given = example(loaders[task])
@@ -109,10 +110,12 @@ def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iter
         batches[task] = given.batch
         if given.draws:
             drawing.add(task)
+        if given.varies:
+            varying.add(task)
     batches = trainer.precision_plugin.convert_input(batches)
     batches = trainer.lightning_module._on_before_batch_transfer(batches, dataloader_idx=0)
     on_device = strategy.batch_to_device(batches, dataloader_idx=0)
-    return StepExample(on_device, layouts, drawing=frozenset(drawing))
+    return StepExample(on_device, layouts, drawing=frozenset(drawing), varying=frozenset(varying))
 
 
 def _require_known(given: Mapping[str, Any], tasks: Iterable[str]) -> None:
@@ -142,7 +145,7 @@ def task_batches(
         if isinstance(own, RowsOnly):
             found[task] = TaskBatch(own.rows, None)
             continue
-        leaves, spec = flatten(own)
+        leaves, spec = flatten(own, layout.lists)
         if spec != layout.spec:
             raise ValueError(
                 f"task {task}: this batch is built as {spec}, the example that was captured as {layout.spec}"
@@ -153,6 +156,19 @@ def task_batches(
         except ValueError as e:
             raise ValueError(f"task {task}: {e}") from e
     return found
+
+
+def loader_batches(step: Step, batch: Any, dataloader_idx: int) -> Mapping[str, Any]:
+    """A step's batch by its loaders: the tasks of a ``MultiTaskModule``, or those of the arrangement.
+
+    Raises:
+        ValueError: it is built in another way.
+    """
+    if step.capture.arrangement is not None:
+        return step.capture.arrangement.parted(batch, dataloader_idx)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a dict {{task: batch}}, not a {type(batch).__name__}")
+    return batch
 
 
 def step_batches(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 
 class RowsOnly:
@@ -110,6 +110,11 @@ class Example:
     samples: list[Any] | None
     collate: Callable[[list[Any]], Any] | None
     draws: bool = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether user code makes the batches, which may leave out an optional part of them."""
+        return self.collate is not default_collate
 
 
 def example(loader: Any) -> Example:

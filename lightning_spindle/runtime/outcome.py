@@ -66,7 +66,7 @@ def outcome_of(
         return outcome_of_tasks(model, step.capture, iteration)
     if active not in step.totals:
         return Outcome(None)
-    return outcome_of_module(model, step.capture, iteration, step.totals[active], device, seed)
+    return outcome_of_module(model, step, iteration, step.totals[active], device, seed)
 
 
 def outcome_of_tasks(model: LightningModule, captured: Capture, iteration: Iteration) -> Outcome:
@@ -86,7 +86,7 @@ def outcome_of_tasks(model: LightningModule, captured: Capture, iteration: Itera
 
 def outcome_of_module(
     model: LightningModule,
-    captured: Capture,
+    step: Step,
     iteration: Iteration,
     run: TotalRun,
     device: torch.device,
@@ -99,6 +99,7 @@ def outcome_of_module(
     for source in run.total.sources:
         if isinstance(source, PartRef):
             if (source.task, source.key) not in given:
+                _replay_whole(model, step.capture, iteration)
                 return outcome
             arguments.append(_part(source, *given[source.task, source.key], device, outcome))
         elif isinstance(source, RowsRef):
@@ -107,10 +108,11 @@ def outcome_of_module(
             assert isinstance(source, BatchIndex)
             arguments.append(iteration.batch_idx)
     if torch.is_grad_enabled() and run.total.gives != "nothing":  # else no backward takes them away again
-        outcome.handles += [p.register_hook(torch.zeros_like) for p in run.foreign if p.requires_grad]
+        foreign = run.foreign(step.program, step.engine.rank)
+        outcome.handles += [p.register_hook(torch.zeros_like) for p in foreign]
     with operator_randomness(device, seed, iteration.index, "total", 0):
         values = dict(zip(run.total.outputs, run.function(*arguments), strict=True))
-    _replay(model, captured, run.total, iteration, values)
+    _replay(model, step.capture, run.total, iteration, values)
     own = {key.removeprefix("out:"): value for key, value in values.items() if not key.startswith("log:")}
     outcome.output = {"nothing": None, "loss": own.get("loss"), "dict": own}[run.total.gives]
     return outcome
@@ -138,6 +140,12 @@ def _replay(
             value = model.get_submodule(call.metric)
         rows = None if call.rows is None else iteration.batches[call.rows.task].rows * call.rows.per_row
         _log(model, call.key, value, dict(call.kwargs), rows, guess)
+    _replay_whole(model, captured, iteration)
+
+
+def _replay_whole(model: LightningModule, captured: Capture, iteration: Iteration) -> None:
+    """What a step that runs as one operator logged."""
+    guess = guessed_rows(captured, iteration.batches)
     for logs in iteration.logs.values():
         for key, value, options in logs:
             _log(model, key, value, options, None, guess)

@@ -77,7 +77,7 @@ class Planner:
     ) -> Planned:
         if self.plan is not None:
             return Planned(self.plan, None)
-        leaves = {task: flatten(batch)[0] for task, batch in batches.items()}
+        leaves = {t: flatten(batch, captured.layouts[t].lists)[0] for t, batch in batches.items()}
         cores = usable_cores(self.device)
         with tqdm(
             total=1.0,

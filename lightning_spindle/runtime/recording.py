@@ -30,14 +30,26 @@ class Recording:
     """
 
     def __init__(self, step: Step, costs: Costs | None) -> None:
-        self._engine = step.engine
-        self._program = step.program
+        self._engine, self._costs = step.engine, costs
         self._kept: deque[tuple[Mark, ...]] = deque(maxlen=KEPT_ITERATIONS)
-        self.predicted = None if costs is None else simulate(step.program, costs)
+        self._follow(step.program)
 
-    def iteration_ended(self) -> None:
-        """Called when the optimizer has stepped; what follows the engine's last mark was its step."""
+    def _follow(self, program: Program) -> None:
+        """Forgets iterations of another program: instructions are told by their numbers."""
+        self._program = program
+        self._kept.clear()
+        self.predicted = None if self._costs is None else simulate(program, self._costs)
+
+    def iteration_ended(self, step: Step) -> None:
+        """Called when the optimizer has stepped; what follows the engine's last mark was its step.
+
+        Iterations of other steps than that which was planned are not kept.
+        """
+        if step.engine is not self._engine:
+            return
         marks = self._engine.marks
+        if self._engine.program is not self._program:
+            self._follow(self._engine.program)
         if marks:
             optimizer = Mark(None, Category.OPTIMIZER, marks[-1].end_s, time.perf_counter())
             self._kept.append((*marks, optimizer))

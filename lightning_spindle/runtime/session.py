@@ -11,17 +11,18 @@ from torch import nn
 
 from lightning_spindle.capture import capture
 from lightning_spindle.capture.arrangement import Arrangement
+from lightning_spindle.capture.attributes import changed
 from lightning_spindle.capture.pieces import BatchLayout, Capture, Total
 from lightning_spindle.costs import Costs
-from lightning_spindle.graph import Layout, MetaGraph
+from lightning_spindle.graph import Layout, MetaGraph, Parameter
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner.contraction import contract
-from lightning_spindle.program import Program, ProgramRun, follow, holders, lower, place_plan, spread
+from lightning_spindle.program import Program, ProgramRun, follow, holders, place_plan, spread
 from lightning_spindle.runtime.engine import Engine
 from lightning_spindle.runtime.objects import broadcast_object, broadcast_tensors, require_agreement
 from lightning_spindle.runtime.state import LocalisedModel
+from lightning_spindle.runtime.training import Programs, Training
 from lightning_spindle.runtime.transport import ProcessGroupTransport, Transport, everyone
-from lightning_spindle.simulate import check_deadlock
 
 TRAIN = "training_step"
 
@@ -31,40 +32,118 @@ class StepExample:
     """Example batches of a step on the device, by task, and how each is taken apart.
 
     ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``. Loaders
-    named in ``drawing`` move the generators of the process that reads them.
+    named in ``drawing`` move the generators of the process that reads them, those in ``varying`` are
+    collated by user code, which may leave out an optional part of a batch.
     """
 
     batches: Mapping[str, Any]
     layouts: Mapping[str, BatchLayout]
     arrangement: Arrangement | None = None
     drawing: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class TotalRun:
-    """A total, built.
-
-    ``foreign`` are parameters of the total whose gradients are summed over ranks, though every
-    rank's total computes the same: another rank's is the one that counts.
-    """
+    """A total, built, with its parameters by name."""
 
     total: Total
     function: Callable[..., tuple[Any, ...]]
-    foreign: tuple[nn.Parameter, ...]
+    parameters: Mapping[str, nn.Parameter]
+
+    def foreign(self, program: Program, rank: int) -> list[nn.Parameter]:
+        """Trainable parameters whose gradients are summed over ranks, of which another rank's counts.
+
+        Every rank's total computes the same gradient; only one may add to the sum.
+        """
+        counting = {n: program.holders[n][0] for b in program.buckets for n in b.parameters}
+        return [
+            p for name, p in self.parameters.items() if p.requires_grad and counting.get(name, rank) != rank
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that this rank can run; ``totals`` by the tasks that a batch holds.
 
-    Every rank must read the loaders named in ``drawing``.
+    ``programs`` are those for each set of parameters that trains. Every rank must read the loaders named
+    in ``drawing``.
     """
 
     capture: Capture
-    program: Program
+    programs: Programs
     engine: Engine
     totals: Mapping[frozenset[str], TotalRun] = field(default_factory=dict)
     drawing: frozenset[str] = frozenset()
+
+    @property
+    def program(self) -> Program:
+        """The program that runs at present."""
+        return self.engine.program
+
+    def hosts(self, loader: str) -> tuple[int, ...]:
+        """The ranks that run an operator of the task to which a loader's batches belong."""
+        task = loader if loader in self.capture.layouts else next(iter(self.capture.layouts))
+        return tuple(sorted({rank for run in self.program.runs if run.task == task for rank in run.devices}))
+
+    def outdated(self, model: nn.Module) -> list[str]:
+        """Attributes of the model that the step has other values of in it."""
+        return changed(model, self.capture.attributes)
+
+    def follow(self, training: Training) -> None:
+        """Runs the program for what trains now."""
+        program = self.programs.of(training.trainable)
+        if program is not self.program or training.digest != self.engine.digest:
+            self.engine.use(program, training.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all steps of a run are built on."""
+
+    model: nn.Module
+    transport: Transport
+    device: torch.device
+    operators: tuple[type[nn.Module], ...]
+    seed: int
+
+    def capture(self, step: str, example: StepExample) -> Capture:
+        """A step taken apart, of which all ranks must find the same (collective).
+
+        Raises:
+            ValueError: they do not.
+        """
+        captured = capture(
+            self.model,
+            step,
+            example.batches,
+            example.layouts,
+            operators=self.operators,
+            arrangement=example.arrangement,
+        )
+        require_agreement("the captured graph", _lines(captured), self.transport, self.device)
+        return captured
+
+    def step(
+        self,
+        captured: Capture,
+        programs: Programs,
+        trainable: frozenset[str] | None,
+        parameters: Mapping[str, nn.Parameter],
+        drawing: frozenset[str],
+    ) -> Step:
+        """The step as this rank runs it; makes the groups that it needs (collective)."""
+        program = programs.of(trainable)
+        if isinstance(self.transport, ProcessGroupTransport):
+            self.transport.prepare(program.groups())
+        mine = [name for run in program.runs if self.transport.rank in run.devices for name in run.operators]
+        callables = {name: captured.pieces[name].build() for name in mine}
+        engine = Engine(program, captured, callables, parameters, self.transport, self.device, seed=self.seed)
+        totals = {
+            active: TotalRun(total, total.build(), {name: parameters[name] for name in total.parameters})
+            for active, total in captured.totals.items()
+        }
+        return Step(captured, programs, engine, totals, drawing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +156,18 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Everything built for a model: ``planned`` is None where nothing is trained."""
+    """Everything built for a model: ``planned`` is None where nothing is trained.
 
+    ``parameters`` are those that this rank holds, ``trained`` those that training steps use; both grow
+    with variants of steps.
+    """
+
+    ground: Ground
     planned: Planned | None
     state: LocalisedModel
     steps: Mapping[str, Step]
+    parameters: dict[str, nn.Parameter]
+    trained: dict[str, Parameter]
 
 
 Planning = Callable[[nn.Module, Capture, MetaGraph, Mapping[str, Any]], Planned]
@@ -108,18 +194,8 @@ def build_session(
     """
     require_agreement("the model", _outline(model), transport, device)
     broadcast_tensors([*model.parameters(), *model.buffers()], transport)
-    captures = {
-        step: capture(
-            model,
-            step,
-            example.batches,
-            example.layouts,
-            operators=operators,
-            arrangement=example.arrangement,
-        )
-        for step, example in examples.items()
-    }
-    require_agreement("the captured graph", "\n".join(map(_lines, captures.values())), transport, device)
+    ground = Ground(model, transport, device, operators, seed)
+    captures = {step: ground.capture(step, example) for step, example in examples.items()}
     trained = captures.get(TRAIN)
     planned, metagraph = None, None
     if trained is not None:
@@ -129,57 +205,23 @@ def build_session(
         _require_fit(planned.plan, metagraph, transport.size)
     placed = _place(captures, planned.plan if planned else None, metagraph, transport.size)
     held = holders([(placed[step], captures[step].graph) for step in captures])
-    joining = {p for c in captures.values() for total in c.totals.values() for p in total.parameters}
+    joining = {p for c in captures.values() for p in c.joining}
     held |= {p: everyone(transport) for p in joining if p in held}
-    programs = {
-        step: lower(
-            placed[step],
-            captures[step].graph,
-            transport.size,
-            held,
-            trainable=_trainable(model) if step == TRAIN else None,
-        )
-        for step in captures
-    }
-    for program in programs.values():
-        check_deadlock(program)
-    written = _written_buffers(model, captures, placed)
-    if isinstance(transport, ProcessGroupTransport):
-        transport.prepare(group for program in programs.values() for group in program.groups())
+    written = written_buffers(model, captures, placed)
     state = LocalisedModel(model, held, written, transport, device)
+    used = {} if trained is None else trained.graph.parameter_map()
     mine = {n: p for n, p in model.named_parameters() if state.holds(n)}
     steps = {
-        step: Step(
-            c,
-            programs[step],
-            _engine(programs[step], c, mine, transport, device, seed),
-            {a: _total_run(total, programs[step], mine, transport) for a, total in c.totals.items()},
+        step: ground.step(
+            captured,
+            Programs(placed[step], captured.graph, transport.size, state, used),
+            trainable_names(model) if step == TRAIN else None,
+            mine,
             examples[step].drawing,
         )
-        for step, c in captures.items()
+        for step, captured in captures.items()
     }
-    return Session(planned, state, steps)
-
-
-def _total_run(
-    total: Total, program: Program, parameters: Mapping[str, nn.Parameter], transport: Transport
-) -> TotalRun:
-    counting = {p: program.holders[p][0] for bucket in program.buckets for p in bucket.parameters}
-    foreign = [p for p in total.parameters if counting.get(p, transport.rank) != transport.rank]
-    return TotalRun(total, total.build(), tuple(parameters[p] for p in foreign))
-
-
-def _engine(
-    program: Program,
-    captured: Capture,
-    parameters: Mapping[str, nn.Parameter],
-    transport: Transport,
-    device: torch.device,
-    seed: int,
-) -> Engine:
-    mine = [name for run in program.runs if transport.rank in run.devices for name in run.operators]
-    callables = {name: captured.pieces[name].build() for name in mine}
-    return Engine(program, captured, callables, parameters, transport, device, seed=seed)
+    return Session(ground, planned, state, steps, mine, used)
 
 
 def _place(
@@ -214,11 +256,12 @@ def shared_plan(plan: ExecutionPlan | None, transport: Transport, device: torch.
     return ExecutionPlan.from_json(text)
 
 
-def _trainable(model: nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+def trainable_names(model: nn.Module) -> frozenset[str]:
+    """The parameters that are not frozen."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _written_buffers(
+def written_buffers(
     model: nn.Module, captures: Mapping[str, Capture], placed: Mapping[str, Sequence[ProgramRun]]
 ) -> dict[str, int]:
     """Buffer to the rank whose operators write its module's; what every rank writes is left out."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_spindle.runtime.objects import broadcast_tensors, gather_objects
+from lightning_spindle.runtime.objects import broadcast_object, broadcast_tensors, gather_objects
 from lightning_spindle.runtime.transport import Transport, everyone
 
 _STATE_TAG = 0
@@ -49,6 +49,35 @@ class LocalisedModel:
     def complete(self) -> bool:
         """Whether this rank has every parameter."""
         return self._complete
+
+    @property
+    def held(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter to the ranks that hold it."""
+        return self._held
+
+    def grow(
+        self, held: Mapping[str, tuple[int, ...]], written: Mapping[str, int]
+    ) -> dict[str, tuple[int, ...]]:
+        """Adds holders of parameters, and buffers that are written; while the model is complete.
+
+        Returns:
+            The earlier holders of the parameters that got new ones.
+
+        Raises:
+            ValueError: a buffer that is written on another rank.
+        """
+        assert self._complete
+        for name, rank in written.items():
+            if self._written.get(name, rank) != rank:
+                raise ValueError(
+                    f"buffer {name} is written on rank {self._written[name]}, and would be on rank {rank} too"
+                )
+        grown = {n: tuple(sorted({*self._held[n], *ranks})) for n, ranks in held.items()}
+        before = {n: self._held[n] for n, ranks in grown.items() if ranks != self._held[n]}
+        if before:
+            self._held = self._held | grown
+        self._written = dict(sorted((self._written | dict(written)).items()))
+        return before
 
     def owner(self, name: str) -> int:
         """The rank whose copy of a parameter is saved."""
@@ -125,18 +154,95 @@ class LocalisedOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._model = model
-        self._groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        self._options = [copy.copy(group.get("param_names")) for group in optimizer.param_groups]
+        self._names = names
+        self._groups: list[list[str]] = []
+        self._options: list[list[str] | None] = []
+        self._complete: list[list[nn.Parameter]] = []
+        self._adopt()
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of all parameters of each group, also of those that are elsewhere."""
+        return self._groups
 
     def localise(self) -> None:
-        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            kept = [self._model.holds(name) for name in names]
-            for parameter, keep in zip(group["params"], kept, strict=True):
-                if not keep:
+        """Takes the parameters that are elsewhere, and their state, out of the groups."""
+        for group, complete, options in zip(
+            self._optimizer.param_groups, self._complete, self._options, strict=True
+        ):
+            for parameter in complete:
+                if not self._holds(parameter):
                     self._optimizer.state.pop(parameter, None)
-            group["params"][:] = [p for p, keep in zip(group["params"], kept, strict=True) if keep]
-            if "param_names" in group:
-                group["param_names"] = [n for n, keep in zip(group["param_names"], kept, strict=True) if keep]
+            group["params"][:] = [p for p in complete if self._holds(p)]
+            if options is not None:
+                group["param_names"] = [n for n, p in zip(options, complete, strict=True) if self._holds(p)]
+
+    def follow(self) -> bool:
+        """Takes over groups that user code added; whether it added any.
+
+        Raises:
+            ValueError: a group that was there changed, or a new one has what is no parameter of the model.
+        """
+        before = [list(map(id, filter(self._holds, complete))) for complete in self._complete]
+        now = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if now[: len(before)] != before:
+            raise ValueError(
+                "parameters were put into a group of the optimizer, or taken out of it, during the fit: "
+                "SpindleStrategy only supports new groups, by optimizer.add_param_group(...)"
+            )
+        if len(now) == len(before):
+            return False
+        self._adopt()
+        self.localise()
+        return True
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Inside, the groups list all their parameters; those that were added stay."""
+        for group, complete, options in zip(
+            self._optimizer.param_groups, self._complete, self._options, strict=True
+        ):
+            group["params"][:] = complete
+            if options is not None:
+                group["param_names"] = list(options)
+        try:
+            yield
+        finally:
+            self._adopt()
+            self.localise()
+
+    def _adopt(self) -> None:
+        for group in self._optimizer.param_groups[len(self._groups) :]:
+            foreign = [tuple(p.shape) for p in group["params"] if id(p) not in self._names]
+            if foreign:
+                raise ValueError(
+                    f"an optimizer has parameters of shapes {foreign} that are not the model's; "
+                    "SpindleStrategy trains parameters of the LightningModule only"
+                )
+            self._groups.append([self._names[id(p)] for p in group["params"]])
+            self._options.append(copy.copy(group.get("param_names")))
+            self._complete.append(list(group["params"]))
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        return self._model.holds(self._names[id(parameter)])
+
+    def grow(self, before: Mapping[str, tuple[int, ...]], transport: Transport, device: torch.device) -> None:
+        """Steps what this rank has come to hold, from the earlier holders' state on (collective).
+
+        Args:
+            before: parameters that got new holders, with those that they had.
+        """
+        own = {self._names[id(p)]: p for complete in self._complete for p in complete}
+        self.localise()
+        for source in sorted({ranks[0] for name, ranks in before.items() if name in own}):
+            names = [name for name, ranks in before.items() if ranks[0] == source and name in own]
+            given = {
+                name: self._optimizer.state[own[name]] for name in names if own[name] in self._optimizer.state
+            }
+            states = broadcast_object(given, transport, device, source)
+            for name in names:
+                if name in states and self._model.holds(name) and transport.rank not in before[name]:
+                    self._optimizer.state[own[name]] = _like_parameters(states[name], own[name])
 
     def state_dict(self, transport: Transport, device: torch.device) -> dict[str, Any]:
         """The state as one process has it, on rank 0; {} elsewhere (collective)."""
@@ -160,6 +266,16 @@ class LocalisedOptimizer:
                 {i: by_name[name] for i, name in zip(indices, names, strict=True) if name in by_name}
             )
         return {**local, "state": state, "param_groups": groups}
+
+
+def _like_parameters(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """A parameter's optimizer state, that of its shape on its device; counts of steps stay on the CPU."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 @contextmanager

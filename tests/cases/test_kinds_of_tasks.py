@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_spindle import MultiTaskDataModule
 from tests.support.fitting import assert_same_fit, plain_fit
-from tests.support.ranks import RankError
 from tests.support.small import (
     Given,
     Layer,
@@ -104,34 +102,6 @@ def test_a_frozen_encoder_stays_and_passes_values_on(optimizer: str) -> None:
     assert_same_fit(ours, reference)
     name = "tasks.a.tower.linear.weight"
     assert torch.equal(ours[0].parameters[name], frozen_model(optimizer).state_dict()[name].double())
-
-
-class Sets(Callback):
-    """Freezes or unfreezes the first task's tower before the second step."""
-
-    def __init__(self, trains: bool) -> None:
-        self.trains = trains
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            module.tasks["a"].tower.requires_grad_(self.trains)
-
-
-TOWERS_APART = {"a/": (1,), "a/tower": (0,), "b/": (0,), "b/tower": (1,), "c/": (0, 1)}
-
-
-def test_a_tower_frozen_in_the_fit_stays() -> None:
-    options = {"max_steps": 3, "callbacks": [Sets(False)]}
-    ours = forced_fit(lambda: uneven_model("sgd"), frozen_data, 2, TOWERS_APART, **options)
-    assert_same_fit(ours, plain_fit(lambda: uneven_model("sgd"), frozen_data, **options))
-
-
-def test_a_tower_unfrozen_in_the_fit_is_refused() -> None:
-    """The program has no gradients go back to it: an error that names it, not another model."""
-    with pytest.raises(RankError, match=r"frozen when the fit began .*tasks\.a\.tower\.linear\.weight"):
-        forced_fit(
-            lambda: frozen_model("sgd"), frozen_data, 2, TOWERS_APART, max_steps=3, callbacks=[Sets(True)]
-        )
 
 
 def uneven_data() -> Any:
