@@ -13,6 +13,7 @@ from tasks.contrastive import AudioText, ContrastiveTask, ImageText, MotionText
 from tasks.encoders import FrameEncoder, ImageEncoder, TextEncoder
 from tasks.optimizers import AdamWSchedule
 from tasks.transformer import TransformerEncoder
+from tasks.workloads import task_names, workload_data, workload_model, workload_size
 
 DATAMODULES: dict[str, type[DescribedDataModule]] = {
     "image_text": Digits,
@@ -83,6 +84,27 @@ def build_model(
         for name, datamodule in data.datamodules.items()
     }
     return MultiTaskModule(tasks, weights)
+
+
+def build(
+    config: Mapping[str, Any], optimization: AdamWSchedule, shards: int = 1
+) -> tuple[MultiTaskModule, MultiTaskDataModule]:
+    """Model and data of a composed configuration: of its ``workload`` where it has sizes, else of its tasks.
+
+    Raises:
+        ValueError: for what there is not; for a workload with ``shards``, see ``build_data``.
+    """
+    workload = config.get("workload") or {}
+    if "sizes" in workload:
+        if shards != 1:
+            raise ValueError(f"workload {workload['name']}: its losses are of whole batches, not of shards")
+        size = workload_size(workload["name"], workload["sizes"][workload["size"] or "small"])
+        names = task_names(size, workload["tasks"])
+        data = workload_data(size, names, workload["batches"], config["seed"])
+        return workload_model(size, names, optimization), data
+    data = build_data(config["tasks"], shards)
+    weights = {task: settings["weight"] for task, settings in config["tasks"].items()}
+    return build_model(data, ModelSize(**config["model"]), optimization, weights), data
 
 
 def _encoder(name: str, size: ModelSize) -> nn.Module:

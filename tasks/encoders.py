@@ -110,8 +110,7 @@ class LastTokenEncoder(TextEncoder):
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B, T] int64 → [B, E]; ``lengths`` [B] int64, at least 1."""
         x = self.transformer(self.embed(tokens))
-        last = (lengths - 1)[:, None, None].expand(-1, 1, x.shape[2])
-        return self.project(x.gather(1, last).squeeze(1))
+        return self.project(x.take_along_dim((lengths - 1)[:, None, None], dim=1).squeeze(1))
 
 
 class Positions(nn.Module):

@@ -9,7 +9,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
+from tasks.build import build_data
 from tests.support.ranks import ROOT, run_script
+from tests.support.workloads import SCHEDULE
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 PLAIN = ("trainer.strategy=single", "trainer.devices=1", "trainer.enable_progress_bar=false")
@@ -33,12 +35,28 @@ def test_every_experiment_runs_a_step(experiment: str, tmp_path: Path) -> None:
     assert "image_text/accuracy" in (tmp_path / "logs" / "metrics.csv").read_text()
 
 
+@pytest.mark.parametrize(
+    ("workload", "tasks", "last"),
+    [
+        ("multitask_clip", 5, "vision_text"),
+        ("ofasys", 2, "speech_recognition"),
+        ("qwen_val", 1, "vision_language"),
+    ],
+)
+def test_every_workload_runs_a_step(workload: str, tasks: int, last: str, tmp_path: Path) -> None:
+    config = composed(f"workload={workload}", f"workload.tasks={tasks}", "trainer.max_steps=1", *PLAIN)
+    assert config["optimization"]["lr"] == 1e-3
+    train.train(config, tmp_path)
+    results = json.loads((tmp_path / train.RESULTS).read_text())
+    assert results["accuracy"] == {}
+    assert [len(losses) for losses in results["loss"].values()] == [1] * tasks
+    assert list(results["loss"])[-1] == last
+
+
 @pytest.mark.parametrize("tasks", sorted(path.stem for path in (ROOT / "conf" / "tasks").glob("*.yaml")))
 def test_every_task_set_can_be_built(tasks: str) -> None:
     config = composed(f"tasks={tasks}", "model=tiny")
-    data = train.build_data(config["tasks"])
-    schedule = train.AdamWSchedule(**config["optimization"], total=10)
-    model = train.build_model(data, train.ModelSize(**config["model"]), schedule)
+    model, _ = train.build(config, train.AdamWSchedule(**config["optimization"], total=10))
     assert list(model.tasks) == list(config["tasks"])
 
 
@@ -48,9 +66,13 @@ def test_only_known_strategies_tasks_and_shares() -> None:
     with pytest.raises(ValueError, match=r"single is one process; trainer\.devices=2"):
         train.strategy_of("single", 2, {})
     with pytest.raises(ValueError, match=r"there is no task 'video'"):
-        train.build_data({"video": {"batch_size": 4}})
+        build_data({"video": {"batch_size": 4}})
     with pytest.raises(ValueError, match="task 'image_text': 6 rows cannot be shared equally by 4"):
-        train.build_data({"image_text": {"batch_size": 6}}, shards=4)
+        build_data({"image_text": {"batch_size": 6}}, shards=4)
+    with pytest.raises(ValueError, match="workload ofasys: its losses are of whole batches, not of shards"):
+        train.build(composed("workload=ofasys"), SCHEDULE, shards=2)
+    with pytest.raises(ValueError, match=r"workload\.tasks=9: there are 1 to 7"):
+        train.build(composed("workload=ofasys", "workload.tasks=9"), SCHEDULE)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +94,11 @@ def test_comparison_demands_equal_accuracies_and_live_ranks(
     assert capsys.readouterr().out.count("image_text") == 1
     config["minimum"]["image_text"] = 0.99
     assert not train.compare(config, tmp_path, ["experiment=quickstart"])
+
+
+def test_a_workload_has_nothing_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compare: workload ofasys has no accuracies"):
+        train.compare(composed("workload=ofasys", "compare=true"), tmp_path, [])
 
 
 @pytest.mark.scripts
