@@ -404,3 +404,35 @@ def computes_at_half_peak(original: Function) -> Function:
         return 2.0 * flops / kind.flops_per_s
 
     return faulty
+
+
+def needs_no_messages(original: Function) -> Function:
+    """Simulated operators start without waiting for what others send them."""
+
+    def faulty(program: Any, costs: Any, rows: Any, step: Any, ready: Any) -> Any:
+        found = original(program, costs, rows, step, ready)
+        step.feeds = None
+        ready.missing.clear()
+        return found
+
+    return faulty
+
+
+def gives_no_gradients(original: Function) -> Function:
+    """A stub's backward passes nothing on, and takes no time."""
+
+    def faulty(ctx: Any, *gradients: Any) -> Any:
+        return (None,) * (4 + len(ctx.reads))
+
+    return faulty
+
+
+def splits_everything(original: Function) -> Function:
+    """Group.layout: also what couples samples."""
+
+    def faulty(group: Any) -> Any:
+        from lightning_spindle.graph import Layout
+
+        return Layout.SPLIT
+
+    return faulty

@@ -72,6 +72,7 @@ KINDS = "tests/cases/test_kinds_of_tasks.py"
 PLANNER = "tests/planner"
 
 WAYS = "tests/parity/test_ways.py"
+SHAPES = "tests/capture/test_shapes.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -824,6 +825,71 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.simulate.memory:Memory.gradients_cleared",
         bodies.does_nothing,
         ("tests/test_simulate.py::test_memory_holds_parameters_gradients_and_activations",),
+    ),
+    Fault(
+        "attention-of-cpus-costs-nothing",
+        "lightning_spindle.capture.flops:_attention",
+        bodies.returns(0),
+        (f"{SHAPES}::test_attention_is_counted_on_cpus_too",),
+    ),
+    Fault(
+        "twins-not-held-against-the-model",
+        "lightning_spindle.capture.shapes:_in_words",
+        bodies.returns("the same"),
+        (f"{SHAPES}::test_another_model_is_no_twin",),
+    ),
+    Fault(
+        "entries-of-a-row-are-the-twin-s",
+        "lightning_spindle.capture.shapes:_of_shape",
+        bodies.passes_through(0),
+        (f"{SHAPES}::test_entries_of_a_row_are_the_model_s",),
+    ),
+    Fault(
+        "shared-parameters-by-each-task-s-name",
+        "lightning_spindle.capture.shapes:_first_names",
+        bodies.changes_result(lambda names: {name: name for name in names}),
+        (f"{SHAPES}::test_a_twin_gives_what_the_model_itself_would",),
+    ),
+    Fault(
+        "padding-counted-as-tokens",
+        "tasks.generative:token_mean",
+        bodies.changes_arguments(
+            lambda logits, tokens, lengths: (logits, tokens, lengths * 0 + tokens.shape[1])
+        ),
+        ("tests/test_workloads.py::test_token_mean_counts_tokens_not_rows",),
+    ),
+    Fault(
+        "losses-of-all-rows-split",
+        "lightning_spindle.capture.grouping:Group.layout",
+        bodies.splits_everything,
+        ("tests/parity/test_workloads.py::test_small_workloads",),
+    ),
+    Fault(
+        "operators-simulated-without-their-inputs",
+        "lightning_spindle.simulate.prepared:_message",
+        bodies.needs_no_messages,
+        (
+            "tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",
+            "tests/test_sleeping.py",
+        ),
+    ),
+    Fault(
+        "sums-simulated-for-nothing",
+        "lightning_spindle.simulate.prepared:_sum",
+        bodies.does_nothing,
+        ("tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",),
+    ),
+    Fault(
+        "emulated-messages-without-bytes",
+        "lightning_spindle.emulate.transport:EmulatedTransport._bytes",
+        bodies.returns(0.0),
+        ("tests/test_emulate.py::test_clocks_show_what_is_worked_out_by_hand",),
+    ),
+    Fault(
+        "emulated-backward-takes-no-time",
+        "lightning_spindle.emulate.stubs:_Pass.backward",
+        bodies.gives_no_gradients,
+        ("tests/test_emulate.py::test_clocks_show_what_is_worked_out_by_hand",),
     ),
 )
 

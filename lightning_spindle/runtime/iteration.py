@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lightning_spindle.graph import Result
-from lightning_spindle.program import Instruction
+from lightning_spindle.program import Instruction, Program
 from lightning_spindle.runtime.gradients import PendingBucket
 from lightning_spindle.runtime.messages import Received, Signature
 from lightning_spindle.runtime.rows import Rows
-from lightning_spindle.timeline import Category
+from lightning_spindle.timeline import Category, Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,16 @@ class Mark:
     category: Category
     start_s: float
     end_s: float
+
+    def event(self, program: Program, rank: int, zero_s: float) -> Event:
+        """As a timeline shows it that starts at ``zero_s``."""
+        i = self.instruction
+        return Event(
+            rank,
+            self.start_s - zero_s,
+            self.end_s - zero_s,
+            "" if i is None else str(i),
+            self.category.value if i is None else program.label(i),
+            self.category,
+            "" if i is None else program.task(i),
+        )

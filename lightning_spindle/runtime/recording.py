@@ -17,7 +17,7 @@ from lightning_spindle.runtime.objects import gather_objects
 from lightning_spindle.runtime.session import Step
 from lightning_spindle.runtime.transport import Transport, everyone
 from lightning_spindle.simulate import simulate
-from lightning_spindle.timeline import Category, Event, Timeline, comparison, timeline_trace
+from lightning_spindle.timeline import Category, Timeline, comparison, timeline_trace
 
 KEPT_ITERATIONS = 30
 _CLOCK_TRIES = 5
@@ -75,7 +75,7 @@ class Recording:
         middle = min(range(len(spans)), key=lambda k: abs(spans[k] - median(spans)))
         start_s = min(r[middle][0].start_s for r in ranks)
         events = [
-            _event(self._program, rank, mark, start_s)
+            mark.event(self._program, rank, start_s)
             for rank, kept in enumerate(ranks)
             for mark in kept[middle]
         ]
@@ -111,18 +111,3 @@ def _clock_offset_s(transport: Transport, device: torch.device) -> float:
         transport.all_reduce(table, everyone(transport)).wait()
         differences.append(now_s - float(table[0]))
     return median(differences)
-
-
-def _event(program: Program, rank: int, mark: Mark, start_s: float) -> Event:
-    instruction = mark.instruction
-    label = mark.category.value if instruction is None else program.label(instruction)
-    task = "" if instruction is None else program.task(instruction)
-    return Event(
-        rank,
-        mark.start_s - start_s,
-        mark.end_s - start_s,
-        "" if instruction is None else str(instruction),
-        label,
-        mark.category,
-        task,
-    )

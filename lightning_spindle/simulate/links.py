@@ -18,8 +18,9 @@ class Transfer:
     """A message or a sum: what it takes of which links, and how far it is.
 
     ``position`` in the program's order. ``seconds`` on idle links; ``senders`` and ``receivers`` are
-    the same devices for a sum. ``uplink_bytes`` leave the island of each sender, and come into that of each receiver, where
-    these are several islands. ``version`` tells a planned end from one that no longer holds.
+    the same devices for a sum. ``uplink_bytes`` leave the island of each sender, and come into that of
+    each receiver, where these are several islands. ``version`` tells a planned end from one that no
+    longer holds.
     """
 
     position: int
