@@ -41,14 +41,25 @@ def mode(model: nn.Module, step: str) -> Iterator[None]:
             m.training = training
 
 
+Infos = dict[fx.Node, Info]
+
+
 @dataclass
 class Apart:
     """A task's parts, and what was found on the way."""
 
     parts: Parts
-    infos: dict[fx.Node, Info]
+    infos: Infos
     measured: dict[fx.Node, Measured]
     results: dict[str, torch.Tensor]
+
+
+def classified(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> Infos:
+    """Every node's kind, and whether its shape depends on values, by running the trace."""
+    infos = classify(trace, leaves, layout)
+    for node in dynamic(trace, leaves, layout):
+        infos[node].dynamic = True
+    return infos
 
 
 def take_apart(
@@ -57,10 +68,11 @@ def take_apart(
     leaves: Sequence[Any],
     layout: BatchLayout,
     check: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    kinds: Callable[[StepTrace, Sequence[Any], BatchLayout], Infos] = classified,
 ) -> Apart:
     """The operators of a trace, whose nodes are changed where they work in place.
 
-    ``check`` is shown the traced step's results before they are classified.
+    ``check`` is shown the traced step's results before they are classified, which ``kinds`` does.
 
     Raises:
         TraceError: it cannot be taken apart.
@@ -73,9 +85,7 @@ def take_apart(
         measured, results = measure(trace, leaves, backward)
     if check is not None:
         check(results)
-    infos = classify(trace, leaves, layout)
-    for node in dynamic(trace, leaves, layout):
-        infos[node].dynamic = True
+    infos = kinds(trace, leaves, layout)
     grouping = Grouping(trace, infos)
     for key, node in trace.results.items():
         if infos[node].tags & {"rows"}:

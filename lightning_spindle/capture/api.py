@@ -24,7 +24,7 @@ from lightning_spindle.capture.step import Step
 from lightning_spindle.capture.trees import flatten
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter
 
-_LOCK = threading.Lock()  # tracing replaces functions of torch for its duration
+LOCK = threading.Lock()  # tracing replaces functions of torch for its duration
 
 
 def capture(
@@ -60,7 +60,7 @@ def capture(
     parts: dict[str, Parts] = {}
     logs: list[LogCall] = []
     coarse: dict[str, str] = {}
-    with _LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
+    with LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
         for task, module in model.tasks.items():
             if task not in batches or not is_overridden(step, module):
                 continue
@@ -74,7 +74,7 @@ def capture(
             except Exception as error:
                 parts[task] = coarse_parts(one, leaves, spec, reason_of(error))
                 coarse[parts[task].operators[0].name] = reason_of(error)
-    graph = _graph(model, layouts, batches, parts)
+    graph = graph_of(model, layouts, batches, parts)
     pieces: dict[str, Piece] = {name: piece for part in parts.values() for name, piece in part.pieces.items()}
     return Capture(
         graph,
@@ -95,9 +95,9 @@ def _of_module(
     operators: tuple[type[nn.Module], ...],
     arrangement: Arrangement,
 ) -> Capture:
-    with _LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
+    with LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
         joint = Joint(model, step, batches, layouts, arrangement, operators)
-    graph = _graph(model, joint.layouts, joint.batches, joint.parts)
+    graph = graph_of(model, joint.layouts, joint.batches, joint.parts)
     return Capture(
         graph,
         {name: piece for part in joint.parts.values() for name, piece in part.pieces.items()},
@@ -120,12 +120,13 @@ def _take_apart(
     return apart.parts, trace.logs
 
 
-def _graph(
+def graph_of(
     model: nn.Module,
     layouts: Mapping[str, BatchLayout],
     batches: Mapping[str, Any],
     parts: Mapping[str, Parts],
 ) -> OperatorGraph:
+    """The tasks' parts as one graph."""
     operators = _chained(parts)
     used = {name for o in operators for name in o.parameters}
     return OperatorGraph(

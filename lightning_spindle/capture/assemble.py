@@ -92,7 +92,7 @@ class Assembler:
                 sources.append((node, BatchIndex() if is_index else LeafRef(self.trace.leaves.index(node))))
         sources += [(node, ValueRef(self.value_name(node))) for node in read]
         parameters = self._parameters(inside)
-        saved: dict[tuple[int, int], int] = {}
+        saved: dict[int, int] = {}
         for node in inside:
             saved |= self.measured[node].saved
         parts.operators.append(

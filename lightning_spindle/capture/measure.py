@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spindle.capture.evaluate import filled, kept_generators, plain_state, run_node, with_tensors
+from lightning_spindle.capture.flops import flop_counter
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.step import StepTrace
@@ -29,7 +30,7 @@ class Measured:
     differentiable: bool = False
     structured: bool = False
     flops: float = 0.0
-    saved: dict[tuple[int, int], int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
 
 
 def measure(
@@ -37,13 +38,13 @@ def measure(
 ) -> tuple[dict[fx.Node, Measured], dict[str, Any]]:
     """Each node's measures, and the step's results. Without ``backward`` nothing is kept for it."""
     state = plain_state(trace.holder, requires_grad=backward)
-    own = {p.untyped_storage().data_ptr() for p in state.values() if p.numel()}
+    own = {_identity(p) for p in state.values()}
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Measured] = {}
 
     def run() -> None:
         by_leaf = dict(zip(trace.leaves, leaves, strict=True))
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             for node in trace.graph.nodes:
                 if node.op == "placeholder":
                     values[node] = by_leaf.get(node, 0)
@@ -92,13 +93,13 @@ def _run(
     counter: FlopCounterMode,
     backward: bool,
 ) -> Measured:
-    saved: dict[tuple[int, int], int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-        return tensor
+        if _identity(tensor) not in own:
+            saved[_identity(tensor)] = tensor.untyped_storage().nbytes()
+        # A node that kept its own result (tanh does) would never be freed, nor what leads to it.
+        return tensor.detach()
 
     before = counter.get_total_flops()
     with (
@@ -114,9 +115,14 @@ def _run(
         ]
     result = _of(values[node])
     result.flops, result.saved = counter.get_total_flops() - before, saved
-    node.meta["structured"] = result.structured
+    node.meta["structured"], node.meta["shape"] = result.structured, result.shape
     node.meta["entries"] = entries_of(values[node])
     return result
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Of the memory behind a tensor that is alive, or the memory that there would be."""
+    return tensor.untyped_storage()._cdata
 
 
 def entries_of(value: Any) -> Any:

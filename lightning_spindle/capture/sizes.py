@@ -31,7 +31,10 @@ _ROWS = 4
 
 
 def read_from_batch(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> None:
-    """Rewrite reads of sizes and devices in ``trace`` to reads of the batch, where they always agree."""
+    """Rewrite reads of sizes and devices in ``trace`` to reads of the batch, where they always agree.
+
+    A read that was found not to is not tried again.
+    """
     graph = trace.graph
     tensors = [
         n for n, v in zip(trace.leaves, leaves, strict=True) if n is not None and isinstance(v, torch.Tensor)
@@ -43,10 +46,18 @@ def read_from_batch(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout
             node.args = (tensors[0], "device")
         elif given is not None and given.op != "placeholder" and given.meta.get("dtype") in of_type:
             node.replace_input_with(given, of_type[given.meta["dtype"]])
-    reads = [n for n in graph.nodes if _reads_size(n) and _source(n).op != "placeholder"]
+    reads = [
+        n
+        for n in graph.nodes
+        if _reads_size(n) and _source(n).op != "placeholder" and "own_size" not in n.meta
+    ]
     if reads:
-        for node, (leaf, dim) in _agreeing(trace, leaves, layout, reads).items():
-            _replace(graph, node, leaf, dim)
+        agreeing = _agreeing(trace, leaves, layout, reads)
+        for node in reads:
+            if node in agreeing:
+                _replace(graph, node, *agreeing[node])
+            else:
+                node.meta["own_size"] = True
 
 
 def _reads(node: fx.Node, attribute: str) -> bool:

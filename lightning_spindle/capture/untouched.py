@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spindle import tasklog
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.evaluate import Holder, kept_generators, plain_state, with_tensors
+from lightning_spindle.capture.flops import flop_counter
 from lightning_spindle.capture.step import Step, results_of
 from lightning_spindle.capture.trees import unflatten
 
@@ -113,7 +113,7 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
     def run() -> None:
         copies = [v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for v in leaves]
         with (
-            FlopCounterMode(display=False) as counter,
+            flop_counter() as counter,
             tasklog.sink(lambda task, key, value, kwargs: logged.append((key, value)), step.logging),
         ):
             found.update(results_of(step, step(unflatten(copies, spec), 0)))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_spindle.capture.flops import flop_counter
 from lightning_spindle.capture.pieces import Capture
 from lightning_spindle.graph import Layout, MetaGraph
 from lightning_spindle.plan import ExecutionPlan
@@ -152,7 +153,7 @@ class Watch(Callback):
             assert session is not None
             self.program = session.steps[TRAIN].program
             watch_transport(trainer.strategy._transport, counts)  # type: ignore[arg-type]
-        self._counter = FlopCounterMode(display=False)
+        self._counter = flop_counter()
         self._counter.__enter__()
 
     def on_train_batch_end(
@@ -213,7 +214,7 @@ class _OperatorCounter(Engine):
     flops: dict[str, float]
 
     def _execute(self, instruction: Instruction, *args: Any, **kwargs: Any) -> None:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             super()._execute(instruction, *args, **kwargs)
         if instruction.kind is Kind.BACKWARD:
             (name,) = self.program.runs[instruction.index].operators

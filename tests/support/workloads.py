@@ -1,12 +1,15 @@
 """The workloads of ``conf/workload``, for tests."""
 
 import functools
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from lightning_spindle import MultiTaskDataModule, MultiTaskModule
 from tasks.optimizers import AdamWSchedule
+from tasks.transformer import Shape
 from tasks.workloads import WorkloadSize, task_names, workload_data, workload_model, workload_size
 from tests.support.ranks import ROOT
 
@@ -18,6 +21,14 @@ def size_of(workload: str, size: str) -> WorkloadSize:
     """The sizes as configured."""
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "workload" / f"{workload}.yaml"))
     return workload_size(workload, config["workload"]["sizes"][size])
+
+
+def shallow(size: Any, layers: int = 2) -> Any:
+    """The same sizes with at most so many layers in each stack."""
+    if isinstance(size, Shape):
+        return replace(size, layers=min(layers, size.layers))
+    nested = {f.name: getattr(size, f.name) for f in fields(size) if is_dataclass(getattr(size, f.name))}
+    return replace(size, **{name: shallow(value, layers) for name, value in nested.items()})
 
 
 def model_of(size: WorkloadSize, count: int | None = None) -> MultiTaskModule:
