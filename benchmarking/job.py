@@ -19,8 +19,8 @@ from benchmarking.systems import DATA_PARALLEL, callbacks_of, strategy_of
 from datamodules.sharded import Sharded
 from lightning_spindle import MultiTaskDataModule
 from lightning_spindle.timeline import Timeline, read_trace
-from tasks.build import ModelSize, build_data, build_model
-from tasks.global_batch import contrast_globally
+from tasks.build import build
+from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
 from train import Recorder
 
@@ -72,15 +72,12 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     seed_everything(job["seed"], workers=True)
     processes, steps = job["processes"], job["warmup"] + job["steps"]
-    data = build_data(job["tasks"])
+    model, data = build(job, AdamWSchedule(**job["optimization"], total=steps))
     data.setup("fit")  # so that reading files is no part of any time
-    weights = {name: task["weight"] for name, task in job["tasks"].items()}
-    schedule = AdamWSchedule(**job["optimization"], total=steps)
-    model = build_model(data, ModelSize(**job["model"]), schedule, weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if job["strategy"] in DATA_PARALLEL:
-        shares = {name: -(-task["batch_size"] // processes) for name, task in job["tasks"].items()}
-        contrast_globally(model.tasks, shares)
+        shares = {name: -(-own.batch_size // processes) for name, own in data.datamodules.items()}
+        couple_globally(model.tasks, shares)
         data = MultiTaskDataModule({name: Sharded(whole) for name, whole in data.datamodules.items()})
     times = StepTimes(processes, job["seed"])
     trainer = Trainer(

@@ -137,8 +137,8 @@ def _problem(job: Job, found: dict[str, Any], sameness: Sameness) -> str:
 
 
 def job_config(job: Job, config: dict[str, Any]) -> dict[str, Any]:
-    """All that a job's processes need to know."""
-    system, tasks = config["system"][job.kind], config["tasks"]
+    """All that a job's processes need to know; workloads with sizes have neither ``tasks`` nor ``model``."""
+    system, tasks = config["system"][job.kind], config.get("tasks") or {}
     return {
         "strategy": system["strategy"],
         "options": system["options"],
@@ -146,5 +146,6 @@ def job_config(job: Job, config: dict[str, Any]) -> dict[str, Any]:
         "planner": job.planner,
         "processes": job.processes,
         "tasks": dict(islice(tasks.items(), config["workload"]["tasks"])),
-        **{key: config[key] for key in ("model", "optimization", "trainer", "seed", "steps", "warmup")},
+        "model": config.get("model"),
+        **{key: config[key] for key in ("workload", "optimization", "trainer", "seed", "steps", "warmup")},
     }

@@ -1,4 +1,4 @@
-"""The contrastive loss over a global batch whose rows are spread over data-parallel processes.
+"""Losses over a global batch whose rows are spread over data-parallel processes.
 
 Only for systems that shard batches (DDP). Spindle's processes and a single one have whole batches.
 """
@@ -10,16 +10,45 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from tasks.generative import GenerativeTask
 
-def contrast_globally(tasks: Mapping[str, LightningModule], rows: Mapping[str, int]) -> None:
-    """Make contrastive tasks contrast the rows of all processes.
+
+def couple_globally(tasks: Mapping[str, LightningModule], rows: Mapping[str, int]) -> None:
+    """Make contrastive tasks contrast the rows of all processes, and generative ones count all tokens.
 
     Args:
         tasks: by name.
         rows: task → the most rows that one process has of a batch.
     """
     for name, task in tasks.items():
-        task.gather = GlobalRows(rows[name])
+        if isinstance(task, GenerativeTask):
+            task.mean = global_mean
+        else:
+            task.gather = GlobalRows(rows[name])
+
+
+def global_mean(total: Tensor, count: Tensor) -> Tensor:
+    """The mean over all processes of losses of which each has a sum and a number.
+
+    All processes get the same mean. The gradient of each one's sum is that of the mean, times the number of
+    processes, so that the mean of their gradients, which DDP takes, is one process's gradient.
+    """
+    sums: Tensor = _Sums.apply(torch.stack([total, count.to(total)]))
+    return sums[0] / sums[1].detach()
+
+
+class _Sums(torch.autograd.Function):
+    """Values of every process, added."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor) -> Tensor:
+        sums = own.clone()
+        dist.all_reduce(sums)
+        return sums
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * dist.get_world_size()
 
 
 class GlobalRows:

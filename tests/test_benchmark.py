@@ -26,9 +26,10 @@ from benchmarking.results import Row, Spread, largest_difference, ratio
 from datamodules.sharded import Sharded, ShardedBatches, shard
 from lightning_spindle import tasklog
 from tasks.build import ModelSize, build_data, build_model
-from tasks.global_batch import contrast_globally
+from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
 from tests.support.ranks import ROOT, run_ranks, run_script
+from tests.support.workloads import data_of, model_of, size_of
 
 SIZE = ModelSize(width=16, layers=1, heads=2, mlp_ratio=2, embedding=8, dropout=0.0, patch=4, frames=5)
 ROWS = {"image_text": {"batch_size": 7}, "audio_text": {"batch_size": 5}}
@@ -72,11 +73,15 @@ def test_sharded_loaders_draw_the_batches_of_one_process() -> None:
 
 
 # -------------------------------------------------------------------------------------- loss over shards
-def model_and_batches() -> tuple[Any, dict[str, dict[str, Tensor]]]:
-    data = build_data(ROWS)
-    data.setup("fit")
-    torch.manual_seed(0)
-    model = build_model(data, SIZE, AdamWSchedule(lr=1e-3, weight_decay=0.1, warmup=2, total=10)).double()
+def model_and_batches(workload: str) -> tuple[Any, dict[str, dict[str, Tensor]]]:
+    if workload == "quickstart":
+        data = build_data(ROWS)
+        data.setup("fit")
+        torch.manual_seed(0)
+        model = build_model(data, SIZE, AdamWSchedule(lr=1e-3, weight_decay=0.1, warmup=2, total=10)).double()
+    else:
+        size = size_of(workload, "small")
+        data, model = data_of(size, 2), model_of(size, 2).double()
     batches = {name: next(iter(child.train_dataloader())) for name, child in data.datamodules.items()}
     return model, {
         name: {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -91,14 +96,17 @@ def loss_and_gradients(model: Any, batches: Any) -> tuple[Tensor, dict[str, Tens
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_mean_of_shards_gradients_is_one_process_s(ranks: int) -> None:
-    """7 and 5 rows, uneven shards; the loss and every gradient, in float64."""
-    model, batches = model_and_batches()
+@pytest.mark.parametrize(
+    ("workload", "ranks"),
+    [("quickstart", 2), ("quickstart", 3), ("multitask_clip", 3), ("ofasys", 3), ("qwen_val", 2)],
+)
+def test_mean_of_shards_gradients_is_one_process_s(workload: str, ranks: int) -> None:
+    """Uneven shards, with other numbers of tokens; the loss and every gradient, in float64."""
+    model, batches = model_and_batches(workload)
 
     def data_parallel(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(model)
-        contrast_globally(own.tasks, {name: -(-task["batch_size"] // world) for name, task in ROWS.items()})
+        couple_globally(own.tasks, {name: -(-len(b["label"]) // world) for name, b in batches.items()})
         part = {
             name: {k: v[shard(range(len(v)), rank, world)] for k, v in batch.items()}
             for name, batch in batches.items()

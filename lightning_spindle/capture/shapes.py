@@ -165,7 +165,8 @@ def _as_twin(known: _Known, trace: StepTrace, leaves: Sequence[Any], layout: Bat
                 f"task {trace.task!r}: the model's step does {text} where the twin's does {other}: a twin "
                 "has the same layers, modules and branches; only widths and lengths may be others"
             )
-        assert node is not None and twin is not None  # as the texts are the same
+        assert node is not None
+        assert twin is not None
         if node.op != "output":
             infos[node] = _scaled(known.infos[twin], node.meta.get("shape"), rows)
     return infos
