@@ -112,6 +112,7 @@ class SpindleStrategy(ParallelStrategy):
         self._localised: dict[int, LocalisedOptimizer] = {}
         self._training: Training | None = None
         self._variants: dict[str, variants.Variants] = {}
+        self._skippable: Any = None
         self._metrics: Mapping[str, object] = {}
         self._sync = True
         self._outcome: Outcome | None = None
@@ -215,6 +216,7 @@ class SpindleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checks.require_supported(trainer, self.lightning_module, self.world_size)
         super().setup(trainer)
+        self._skippable = trainer
         allow_skipping(trainer)
         for optimizer in self.optimizers:
             checks.require_separable(optimizer)
@@ -525,11 +527,12 @@ class SpindleStrategy(ParallelStrategy):
         model = self.lightning_module
         if model is not None:
             restore_metrics(model, self._metrics)
-            end_skipping(model.trainer)
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
         self._session = self._recording = self._outcome = self._iteration = self._training = None
         self._metrics, self._variants = {}, {}
+        if self._skippable is not None:
+            end_skipping(self._skippable)
         super().teardown()
         self._lightning_module = model

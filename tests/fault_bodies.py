@@ -92,6 +92,23 @@ def knows_own_parameters_only(original: Function) -> Function:
     return faulty
 
 
+def gives_zero_for_none(original: Function) -> Function:
+    """A step that runs as one operator and gives no loss gives zero times its parameters."""
+
+    def faulty(self: Any) -> Function:
+        run = original(self)
+
+        def changed(*given: Any) -> Any:
+            loss, logs = run(*given)
+            if loss is None:
+                loss = 0.0 * sum(p.sum() for p in self.step.module.parameters())
+            return loss, logs
+
+        return changed
+
+    return faulty
+
+
 def counts_the_first_leaf(original: Function) -> Function:
     """Other leaves may have another number of rows."""
 

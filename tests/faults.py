@@ -185,6 +185,7 @@ FAULTS: tuple[Fault, ...] = (
             f"{SHARED}::test_c06_tied_embedding_and_head",
             f"{SHARED}::test_c06_encoder_shared_by_three_tasks",
             f"{SHARED}::test_c18_contrastive_losses_with_shared_encoder_and_scale",
+            "tests/cases/test_kinds_of_parameters.py::test_parameters_of_every_kind",
         ),
     ),
     Fault(
@@ -211,7 +212,6 @@ FAULTS: tuple[Fault, ...] = (
         (
             f"{KINDS}::test_tasks_without_a_batch_are_idle",
             f"{IDLE}::test_c03_an_idle_task_keeps_parameters_momentum_and_steps",
-            f"{SKIPPED}::test_c37_one_task_skips",
             f"{MISSING}::test_c16_an_optional_image",
             "tests/runtime/test_engine.py::test_idle_parameters_have_no_gradient",
         ),
@@ -427,6 +427,18 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.runtime.variants:Variants._code",
         bodies.returns(2),
         (f"{MISSING}::test_c16_an_optional_image", f"{MISSING}::test_c16_in_a_module_of_its_own"),
+    ),
+    Fault(
+        "zeros-for-skipped-tasks",
+        "lightning_spindle.capture.coarse:_CoarseBuilder.__call__",
+        bodies.gives_zero_for_none,
+        (f"{SKIPPED}::test_c37_one_task_skips",),
+    ),
+    Fault(
+        "parameters-taken-for-frozen",
+        "lightning_spindle.capture.tracer:StepTracer.is_trainable",
+        bodies.returns(False),
+        (f"{FREEZING}::test_a_step_that_looks_at_requires_grad",),
     ),
     Fault(
         "skipped-steps-refused",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,10 @@ _MOST_ENTRIES = 100
 _OWN = {*vars(LightningModule()), *vars(nn.Module), "training"}
 
 Attributes = dict[str, Any]
-"""Names, such as ``tasks.a.alpha``, with the values that were read; containers are copied."""
+"""Names, such as ``tasks.a.alpha``, with the values that were read; containers are copied.
+
+Also of parameters: ``tasks.a.encoder.weight.requires_grad``.
+"""
 
 
 @contextmanager
@@ -43,8 +47,7 @@ def changed(model: nn.Module, attributes: Mapping[str, Any]) -> list[str]:
     """The attributes that are not what they were any more."""
     found = []
     for path, value in attributes.items():
-        owner, _, name = path.rpartition(".")
-        now = getattr(model.get_submodule(owner), name, None)
+        now = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), model)
         if type(now) is not type(value) or now != value:
             found.append(path)
     return found

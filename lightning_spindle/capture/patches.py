@@ -31,6 +31,7 @@ _FACTORIES = (
     "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
     "tensor", "tril_indices", "triu_indices", "zeros", "range", "normal", "finfo", "iinfo",
 )  # fmt: skip
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 _RANDOM = ("rand", "randint", "randn", "randperm", "normal", "bernoulli", "multinomial")
 _TRAPPED = (
     "trainer", "fabric", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers",
@@ -237,6 +238,8 @@ class _ModelTensors(TorchFunctionMode):
             return func(*args, **kwargs)
         _refuse_leaked((args, kwargs))
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func == _REQUIRES_GRAD and self.tracer.owns(args[0]):
+            return self.tracer.is_trainable(self.tracer.name_of(args[0]))
         if name in ("__get__", "size", "dim", "numel", "__set__", "stride", "__hash__", "__repr__"):
             return func(*args, **kwargs)
         owned: list[Any] = []

@@ -59,6 +59,7 @@ class StepTracer(fx.Tracer):
         self._fetched: dict[str, fx.Proxy] = {}
         self._autocast = _autocast_state()
         self.attributes: Attributes = {}
+        self._trainable = {name: p.requires_grad for name, p in step.model.named_parameters()}
 
     # ------------------------------------------------------------------------------------- the step
     def trace_step(self, leaves: Sequence[Any], spec: TreeSpec) -> StepTrace:
@@ -215,6 +216,14 @@ class StepTracer(fx.Tracer):
         """Whether ``tensor`` is a parameter or buffer of the model."""
         return id(tensor) in self._names
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a parameter or buffer of the model."""
+        return self._names[id(tensor)]
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether the user lets a parameter (or buffer) train; the trace has the answer in it."""
+        return bool(self.attributes.setdefault(f"{name}.requires_grad", self._trainable.get(name, False)))
+
     def fetch(self, tensor: torch.Tensor) -> fx.Proxy:
         """The proxy of a parameter or buffer of the model."""
         name = self._names[id(tensor)]
@@ -324,6 +333,13 @@ class StepProxy(fx.Proxy):
         if isinstance(shadow, (tuple, list)):
             return shadow.__len__()
         raise TypeError("len of a traced tensor")
+
+    @property
+    def requires_grad(self) -> Any:
+        """Known of parameters and buffers."""
+        if self.node.op == "get_attr":
+            return self.tracer.is_trainable(str(self.node.target))
+        return self.__getattr__("requires_grad")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if self.node.op == "placeholder":

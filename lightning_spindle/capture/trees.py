@@ -154,6 +154,8 @@ def _strings(values: Iterable[Any], context: None) -> Any:
 
 
 pytree.register_pytree_node(
-    _Record, lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))), _original
+    _Record,
+    lambda record: (list(record.fields.values()), (record.kind, tuple(record.fields))),
+    lambda values, context: _original(values, context),
 )
 pytree.register_pytree_node(_Strings, lambda given: ([given.strings], None), _strings)

@@ -253,7 +253,11 @@ class Numbered(Small):
 
 def test_c15_tuples_of_strings_do_not_depend_on_the_rows() -> None:
     samples = [(torch.full((3,), float(i)), f"row {i}") for i in range(7)]
-    assert isinstance(default_collate(samples)[1], tuple)
+    batch = default_collate(samples)
+    assert isinstance(batch[1], tuple)
+    layout = batch_layout(batch, default_collate, samples)
+    assert layout.names == ("[0]", "[1]")
+    assert flatten(default_collate(samples[:3]))[1] == layout.spec
 
     def make() -> Any:
         torch.manual_seed(0)

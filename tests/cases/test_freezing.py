@@ -224,3 +224,29 @@ def test_what_cannot_be_followed_is_refused(callback: Callable[[], Any], message
         options=lambda rank: {"callbacks": [callback()]},
     )
     assert_all_ended(outcomes, message)
+
+
+class Looks(Towers):
+    """Saves the work of gradients that nobody needs, as library models do."""
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        with torch.set_grad_enabled(any(p.requires_grad for p in self.shared.parameters())):
+            x = self.shared(batch["x"])
+        if not self.own.linear.weight.requires_grad:
+            x = x.detach()
+        loss = F.mse_loss(self.head(self.own(x)), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return Small.configure_optimizers(self)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spindle.capture.CaptureWarning")
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_step_that_looks_at_requires_grad(frozen: bool) -> None:
+    """Its answer is in the trace, which is made anew when the answer is another one."""
+    make = partial(model, Looks, "adamw", frozen)
+    options = {"callbacks": [Sets(shared={1: frozen}, own={2: False})], **EPOCHS}
+    ours = forced_fit(make, data, 2, PLACES[2], **options)
+    assert_same_fit(ours, plain_fit(make, data, **options))
