@@ -70,13 +70,12 @@ def data(spoil: dict[str, dict[int, float]]) -> Any:
 NAN, UNLABELLED = float("nan"), -100.0
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_c37_one_task_skips(devices: int, optimizer: str) -> None:
+def test_c37_one_task_skips(devices: int) -> None:
     """None in the second iteration, a constant in the third; the others go on, B rests in both."""
     groups = {"a/": (0, devices - 1), "b/": (devices - 1,), "c/": (devices // 2,)}
     groups = {name: tuple(dict.fromkeys(ranks)) for name, ranks in groups.items()}
-    make, given = partial(model, "b", optimizer), partial(data, {"b": {1: NAN, 2: UNLABELLED}})
+    make, given = partial(model, "b", "adamw"), partial(data, {"b": {1: NAN, 2: UNLABELLED}})
     ours = forced_fit(make, given, devices, groups, max_steps=STEPS)
     reference = plain_fit(make, given, max_steps=STEPS)
     assert_same_fit(ours, reference)
