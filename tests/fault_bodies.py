@@ -378,6 +378,17 @@ def keeps_activations(original: Function) -> Function:
     return faulty
 
 
+def holds_on_to_parameters(original: Function) -> Function:
+    """What capture ran keeps the parameters' memory."""
+    held: list[Any] = []
+
+    def measure(trace: Any, *args: Any, **kwargs: Any) -> Any:
+        held.extend(p.detach() for p in trace.holder.parameters())
+        return original(trace, *args, **kwargs)
+
+    return measure
+
+
 def leaves_sync_on(original: Function) -> Function:
     """``block_backward_sync`` blocks nothing: gradients are summed in every step of a window."""
     return lambda self: nullcontext()

@@ -50,6 +50,7 @@ class Fault:
 
 
 SCALE = "tests/cases/test_c01_c02_scale.py"
+HALF_A_MODEL = "tests/runtime/test_memory.py::test_a_rank_with_half_a_model_needs_half_of_its_memory"
 LOGS = "tests/cases/test_c04_c05_logs.py"
 IDLE = "tests/cases/test_c03_idle_tasks.py"
 BATCHES = "tests/cases/test_c15_batches.py"
@@ -341,6 +342,18 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.runtime.loaders:_RowCounter.__init__",
         bodies.takes_back_draws,
         ("tests/runtime/test_loaders.py::test_skipping_a_loader_changes_no_draw",),
+    ),
+    Fault(
+        "parameters-stay-everywhere",
+        "lightning_spindle.runtime.state:LocalisedModel.localise",
+        bodies.does_nothing,
+        (HALF_A_MODEL,),
+    ),
+    Fault(
+        "capture-holds-on-to-parameters",
+        "lightning_spindle.capture.measure:measure",
+        bodies.holds_on_to_parameters,
+        ("tests/runtime/test_memory.py::test_capture_holds_on_to_no_parameter",),
     ),
     Fault(
         "optimizer-state-of-rank-zero-only",

@@ -18,9 +18,10 @@ from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.evaluate import (
     Deterministic,
+    NoisyParameters,
     classification,
+    copied_buffers,
     filled,
-    noisy_state,
     perturbed,
     run_node,
     with_tensors,
@@ -96,10 +97,9 @@ def _classified(
 ) -> dict[fx.Node, Info]:
     static_anchors: set[fx.Node] = set()
     while True:
-        state = noisy_state(trace.holder, dtype, torch.Generator().manual_seed(2))
         classifier = _Classifier(trace, leaves, layout, dtype, static_anchors)
         with classification(classifier.mode, dtype):
-            with_tensors(trace.holder, state, classifier.run)
+            with_tensors(trace.holder, copied_buffers(trace.holder, dtype), classifier.run)
         missed = classifier.before_static_blocks() - static_anchors
         if not missed:
             return classifier.infos
@@ -121,6 +121,7 @@ class _Classifier:
     def run(self) -> None:
         """Classify all nodes in order."""
         self.own = {part: {} for part in (*PARTS, PERMUTED)}
+        noisy = NoisyParameters(self.trace.holder, self.dtype)
         leaf_of = {node: i for i, node in enumerate(self.trace.leaves) if node is not None}
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -132,7 +133,8 @@ class _Classifier:
                 if isinstance(self.values[node], list):
                     self.infos[node] = Info([STATIC if of is None or of.dim is None else WHOLE])
             elif node.op != "output":
-                self._classify(node)
+                with noisy.of(node):
+                    self._classify(node)
 
     # ------------------------------------------------------------------------------------- one node
     def _classify(self, node: fx.Node) -> None:

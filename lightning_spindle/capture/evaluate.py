@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,21 +35,59 @@ class Holder(nn.Module):
         self._buffers = model._buffers
 
 
-def noisy_state(model: nn.Module, dtype: torch.dtype | None, generator: torch.Generator) -> State:
-    """Copies of parameters (with noise: zero-initialised layers must not make all rows alike) and buffers."""
+class NoisyParameters:
+    """Copies of parameters with noise, made for one node at a time: a model's size more is much.
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        copied = tensor.detach().clone()
-        return copied.to(dtype) if dtype is not None and copied.is_floating_point() else copied
+    Noise, because zero-initialised layers must not make all rows alike; the same for a parameter each time.
+    """
 
-    state = {name: cast(buffer) for name, buffer in model.named_buffers()}
-    for name, parameter in model.named_parameters():
-        value = cast(parameter)
+    def __init__(self, holder: Holder, dtype: torch.dtype | None) -> None:
+        self._holder, self._dtype = holder, dtype
+        self._seeds = {id(p): seed for seed, p in enumerate(holder.parameters())}
+
+    @contextmanager
+    def of(self, node: fx.Node) -> Iterator[None]:
+        """Inside, the parameters that ``node`` itself uses are their copies."""
+        modules, tables = self._used(node)
+        before = [dict(table) for table in tables]
+        copies: dict[int, torch.Tensor] = {}
+        try:
+            for table in tables:
+                for name, p in table.items():
+                    if p is not None:
+                        table[name] = copies.setdefault(id(p), self._noisy(p))
+            with flat_weights(modules):
+                yield
+        finally:
+            for table, own in zip(tables, before, strict=True):
+                table.update(own)
+
+    def _used(self, node: fx.Node) -> tuple[list[nn.Module], list[dict[str, Any]]]:
+        if node.op == "call_module":
+            modules = list(self._holder.get_submodule(str(node.target)).modules())
+            return modules, [m._parameters for m in modules]
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            owner = self._holder.get_submodule(path)
+            return [], [owner._parameters] if name in owner._parameters else []
+        return [], []
+
+    def _noisy(self, parameter: torch.Tensor) -> torch.Tensor:
+        value = _copied(parameter, self._dtype)
         if value.is_floating_point():
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value)
-            value += 0.05 * noise
-        state[name] = value
-    return state
+            draw = torch.Generator().manual_seed(self._seeds[id(parameter)])
+            value += 0.05 * torch.randn(value.shape, generator=draw, dtype=torch.float32).to(value)
+        return value
+
+
+def copied_buffers(holder: Holder, dtype: torch.dtype | None) -> State:
+    """Copies of all buffers, floats as ``dtype``."""
+    return {name: _copied(buffer, dtype) for name, buffer in holder.named_buffers()}
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    return copied.to(dtype) if dtype is not None and copied.is_floating_point() else copied
 
 
 def plain_state(model: nn.Module, requires_grad: bool) -> State:
@@ -62,7 +100,7 @@ def plain_state(model: nn.Module, requires_grad: bool) -> State:
 
 
 def with_tensors(holder: Holder, state: State, call: Callable[[], Any]) -> Any:
-    """``call()`` while the model's parameters and buffers are those of ``state``.
+    """``call()`` while the model's parameters and buffers are those of ``state``, where it has them.
 
     ``torch.func.functional_call`` does not put modules back that have two names.
     """
@@ -71,8 +109,9 @@ def with_tensors(holder: Holder, state: State, call: Callable[[], Any]) -> Any:
     before = [dict(table) for table in tables]
     try:
         for table in tables:
-            table.update({k: state[names[id(t)]] for k, t in table.items() if t is not None})
-        with _flat_weights(holder):
+            own_names = {k: names[id(t)] for k, t in table.items() if t is not None}
+            table.update({k: state[name] for k, name in own_names.items() if name in state})
+        with flat_weights(holder.modules()):
             return call()
     finally:
         for table, own in zip(tables, before, strict=True):
@@ -81,9 +120,9 @@ def with_tensors(holder: Holder, state: State, call: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _flat_weights(holder: nn.Module) -> Iterator[None]:
+def flat_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Recurrent modules keep lists of their weights, which they renew when the weights were exchanged."""
-    recurrent = [m for m in holder.modules() if isinstance(m, nn.RNNBase)]
+    recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
     kept = [{k: v for k, v in vars(m).items() if k.startswith("_flat_weight")} for m in recurrent]
     try:
         yield

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_spindle.runtime.failures import PeerError
 from lightning_spindle.runtime.transport import Transport, everyone
@@ -30,7 +33,7 @@ def broadcast_object(obj: Any, transport: Transport, device: torch.device, sourc
 
 
 def broadcast_tensors(
-    tensors: Sequence[torch.Tensor], transport: Transport, source: int = 0, chunk_bytes: int = 25 * 2**20
+    tensors: Sequence[torch.Tensor], transport: Transport, source: int = 0, chunk_bytes: int = 8 * 2**20
 ) -> None:
     """Overwrites ``tensors`` with those of rank ``source``, many in one call, on every rank."""
     if transport.size == 1:
@@ -59,11 +62,17 @@ def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> list[list[torc
 
 
 def gather_objects(obj: Any, transport: Transport, device: torch.device, tag: int = 0) -> list[Any] | None:
-    """Every rank's object on rank 0, in order of ranks; None on the others."""
+    """Every rank's object on rank 0, in order of ranks (tensors in others' on the CPU); None elsewhere.
+
+    Tensors travel one by one, so that no rank holds more than one of them twice.
+    """
     if transport.rank != 0:
-        data = _pack(obj).to(device)
+        outline, tensors = _outlined(obj)
+        data = _pack(outline).to(device)
         transport.send(torch.tensor([data.numel()], dtype=torch.int64, device=device), 0, tag).wait()
         transport.send(data, 0, tag).wait()
+        for tensor in tensors:
+            transport.send(_bytes_of(tensor.to(device)), 0, tag).wait()
         return None
     found = [obj]
     for rank in range(1, transport.size):
@@ -71,8 +80,45 @@ def gather_objects(obj: Any, transport: Transport, device: torch.device, tag: in
         transport.receive(size, rank, tag).wait()
         buffer = _buffer(size, device)
         transport.receive(buffer, rank, tag).wait()
-        found.append(_unpack(buffer))
+        found.append(_filled(_unpack(buffer), partial(_received, transport, rank, device, tag)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Stands for a tensor that travels by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _outlined(obj: Any) -> tuple[Any, list[torch.Tensor]]:
+    """``obj`` with outlines in the place of plain tensors, and those tensors."""
+    leaves, spec = tree_flatten(obj)
+    plain = [v for v in leaves if _is_plain(v)]
+    return tree_unflatten([_Outline(v.shape, v.dtype) if _is_plain(v) else v for v in leaves], spec), plain
+
+
+def _is_plain(value: Any) -> bool:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return plain and value.numel() > 0
+
+
+def _filled(outline: Any, tensor_like: Callable[[_Outline], torch.Tensor]) -> Any:
+    return tree_map(lambda v: tensor_like(v) if isinstance(v, _Outline) else v, outline)
+
+
+def _received(
+    transport: Transport, source: int, device: torch.device, tag: int, outline: _Outline
+) -> torch.Tensor:
+    tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
+    transport.receive(_bytes_of(tensor), source, tag).wait()
+    return tensor.cpu()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory (of a copy where it is not contiguous); backends do not move every dtype."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def number_of_rank_zero(transport: Transport, device: torch.device, number: int) -> int:

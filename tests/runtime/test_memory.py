@@ -13,12 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarking import memory
+from lightning_spindle import inspect
 from lightning_spindle.program import Instruction, Kind
 from lightning_spindle.runtime.engine import Engine, Iteration
 from lightning_spindle.runtime.transport import ProcessGroupTransport
 from tests.runtime.test_engine import PLACEMENTS, RAGGED, WEIGHTS, build_engine, on_ranks
 from tests.support import handmade, toys
 from tests.support.fitting import metagraph_of, random_plan, spindle_fit
+from tests.support.ranks import run_ranks
 
 
 class Followed(TorchDispatchMode):
@@ -226,3 +229,30 @@ def test_a_fit_drops_each_iteration() -> None:
         assert fit.metrics["batches"] == 3 + 1  # an epoch of training, a batch of validation
         assert fit.metrics["before_backward"] == 1
         assert fit.metrics["after"] == 0
+
+
+def test_a_rank_with_half_a_model_needs_half_of_its_memory() -> None:
+    """From before the model is built until after the fit: resident memory, with activations and messages.
+
+    Against parameters, gradients and optimizer state of one process. ``python -m benchmarking.memory`` is the
+    same at 100 M parameters.
+    """
+    width = 1000
+    state_bytes = memory.STATE_BYTES * memory.parameters_of(width)
+    for peaks in run_ranks(lambda rank, size: memory.measured_fit(width, size), 2):
+        shares = {phase: peak / state_bytes for phase, peak in peaks.items()}
+        assert list(shares) == ["build", "prepare", "train", "end"]
+        assert shares["train"] > 0.45, shares  # what is measured is there
+        assert max(shares.values()) <= 0.6, shares
+
+
+def test_capture_holds_on_to_no_parameter() -> None:
+    """Nor to any activation: what autograd keeps of the example is let go of, tanh's own result too."""
+    model, data = memory.model(16), memory.data(16)
+    weights = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+    found = inspect(model, data)
+    for p in model.parameters():
+        p.data = torch.empty(0)
+    gc.collect()
+    assert not found.reasons
+    assert sum(not ref.expired() for ref in weights) == 0
