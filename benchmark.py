@@ -2,10 +2,16 @@
 
 Mode ``measured`` prints the step time of one process under Spindle over that of plain Lightning, and on
 several processes that of Lightning's DDPStrategy over Spindle's, with the same global batches and losses.
-``results.csv`` in the run's directory has a row for every job. The exit code is 1 if a job failed.
+Mode ``simulated`` plans a full workload for a cluster that nobody has at hand and simulates an iteration of
+the program that would run there, beside DeepSpeed and Megatron-LM.
+
+``results.csv`` in the run's directory, or the sweep's, has a row for every job. Where a sweep's directory
+(``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done. The exit code is
+1 if a job failed.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +20,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarking.cells import cell_of
 from benchmarking.measured import RESULTS, measure
 from benchmarking.report import report
+from benchmarking.report_simulated import report_simulated
+from benchmarking.results import append
+from benchmarking.simulated import attempted, simulate_baseline, simulate_spindle
+from benchmarking.sweep import Progress, jobs_of, read_rows
 
 REPORT = "report.md"
 _failures: list[str] = []
 """Of all runs of a sweep, which an exception would end."""
+_progress = Progress(jobs_of(sys.argv[1:]))
 
 
 def measured(config: dict[str, Any], directory: Path, results: Path) -> bool:
@@ -31,7 +43,37 @@ def measured(config: dict[str, Any], directory: Path, results: Path) -> bool:
     return not measurement.failed
 
 
-MODES = {"measured": measured}
+def simulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
+    """Plan, simulate and print; whether every job ended well."""
+    cell, planner, time_limit_s = (
+        cell_of(config),
+        config["planner"]["name"],
+        config["planner"]["time_limit_s"],
+    )
+    jobs = {
+        cell.row("spindle", planner).key: ("spindle", partial(simulate_spindle, cell, planner, time_limit_s)),
+        **{
+            cell.row(system).key: (system, partial(simulate_baseline, cell, system))
+            for system in config["baselines"]
+        },
+    }
+    known = {row.key: row for row in read_rows(results) if not row.error}
+    for key, (system, job) in jobs.items():
+        if key not in known:
+            result = attempted(cell, system, key[-1], job)
+            append(results, result.row)
+            known[key] = result.row
+    rows = [known[key] for key in jobs]
+    text = report_simulated(rows)
+    (directory / REPORT).write_text(f"{text}\n")
+    what = f"{cell.workload}, {cell.tasks} tasks, {rows[0].devices} devices, {planner}"
+    print(_progress.line(what), flush=True)
+    if _progress.jobs == 1:
+        print(f"\n{text}\n\nRows: {results}", flush=True)
+    return not any(row.error for row in rows)
+
+
+MODES = {"measured": measured, "simulated": simulated}
 
 
 @hydra.main(config_path="conf", config_name="benchmark", version_base="1.3")

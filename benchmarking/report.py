@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from benchmarking.measured import Measurement
 from benchmarking.results import Row, Spread, ratio, spread
+from benchmarking.tables import table
 
 _HEAD = ("system", "processes", "live ranks", "step ms", "predicted ms", "iteration ms", "planning s")
 
@@ -14,7 +15,7 @@ def report(measurement: Measurement, overhead_target: float) -> str:
     parts = [_title(rows), _times(rows)]
     ratios = _ratios(rows, overhead_target)
     if ratios:
-        parts.append(_table(("ratio", "processes", "median (min to max)"), ratios))
+        parts.append(table(("ratio", "processes", "median (min to max)"), ratios))
     parts.append(_losses(measurement))
     failed = [
         f"FAILED {row.system}, {row.processes} processes, repeat {row.repeat}: {row.error}"
@@ -51,7 +52,7 @@ def _times(rows: Sequence[Row]) -> str:
         columns = [spread(own, name) for name in ("step_ms", "predicted_ms", "iteration_ms", "planning_s")]
         live = ", ".join(map(str, ranks))
         lines.append((system, str(processes), live, *(_shown(column, 1) for column in columns)))
-    return _table(_HEAD, lines)
+    return table(_HEAD, lines)
 
 
 def _ratios(rows: Sequence[Row], overhead_target: float) -> list[tuple[str, str, str]]:
@@ -91,15 +92,3 @@ def _shown(value: Spread | None, digits: int) -> str:
     if value.low == value.high:
         return f"{value.middle:.{digits}f}"
     return f"{value.middle:.{digits}f} ({value.low:.{digits}f} to {value.high:.{digits}f})"
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
-    return "\n".join([line(head), line(rule), *map(line, lines)])

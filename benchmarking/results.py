@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,11 @@ class Row:
     error: str
 
 
-def append(path: Path, row: Row) -> None:
+def append(path: Path, row: "DataclassInstance") -> None:
     """Write the row at the end of a CSV file, which gets a head if it is new."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(row)])
         if new:
             writer.writeheader()
         writer.writerow(asdict(row))

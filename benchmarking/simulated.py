@@ -1,0 +1,199 @@
+"""The simulated mode: a workload is planned for a cluster and an iteration of its program simulated.
+
+One cost set (``lightning_spindle.costs.AnalyticCosts``) serves planners, simulator and baselines.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+
+from benchmarking.baselines import best
+from lightning_spindle.costs import AnalyticCosts
+from lightning_spindle.estimate.problem import planning_problem
+from lightning_spindle.estimate.samples import Samples
+from lightning_spindle.graph import Layout, MetaGraph, OperatorGraph
+from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.planner import PLANNERS
+from lightning_spindle.planner.bounds import lower_bounds
+from lightning_spindle.planner.choice import Workload, choose
+from lightning_spindle.planner.contraction import contract
+from lightning_spindle.planner.curves import valid_allocations
+from lightning_spindle.planner.problem import LayerTime, PlanningProblem
+from lightning_spindle.planner.spindle import Reading, stage_schedule
+from lightning_spindle.simulate import simulate
+from lightning_spindle.timeline import Category, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRow:
+    """One system on one cluster. Shares are of device time; ``error`` is empty where it counts."""
+
+    date: str
+    mode: str
+    workload: str
+    tasks: int
+    cluster: str
+    devices: int
+    system: str
+    planner: str
+    setting: str
+    """How a baseline divides its work; the planner that "auto" chose."""
+    iteration_ms: float | None = None
+    planning_s: float | None = None
+    c_star_ms: float | None = None
+    """The paper's theoretical optimum (appendix B), levels summed."""
+    bound_ms: float | None = None
+    """A true lower bound on computing (linear programs), links free."""
+    computing_ms: float | None = None
+    """The plan's own makespan: T of each MetaOp, without transfers and synchronisation."""
+    utilisation: float | None = None
+    compute_share: float | None = None
+    transfer_share: float | None = None
+    sync_share: float | None = None
+    memory_bytes: float | None = None
+    """Peak of the fullest device."""
+    operators: int | None = None
+    metaops: int | None = None
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, str, int, str, str]:
+        """What makes a row the same job as another."""
+        return (self.workload, self.tasks, self.cluster, self.devices, self.system, self.planner)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row and what it was made of."""
+
+    row: SimulatedRow
+    timeline: Timeline | None = None
+    plan: ExecutionPlan | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload on a cluster: everything that its systems share."""
+
+    workload: str
+    tasks: int
+    cluster: str
+    costs: AnalyticCosts
+
+    @property
+    def graph(self) -> OperatorGraph:
+        return self.costs.graph
+
+    @cached_property
+    def metagraph(self) -> MetaGraph:
+        return contract(self.graph)
+
+    @cached_property
+    def problem(self) -> PlanningProblem:
+        """What planners see."""
+        samples = samples_of(self.metagraph, self.costs)
+        return planning_problem(
+            self.workload,
+            self.metagraph,
+            self.graph,
+            samples,
+            self.costs.cluster,
+            state_factor=self.costs.state.total,
+        )
+
+    @cached_property
+    def step(self) -> Workload:
+        trainable = frozenset(p.name for p in self.graph.parameters if p.trainable)
+        return Workload(self.metagraph, self.graph, self.costs, trainable)
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """A true lower bound on computing."""
+        return lower_bounds(self.problem).bound_ms
+
+    @cached_property
+    def c_star_ms(self) -> float:
+        """The paper's theoretical optimum of appendix B, MetaLevels summed."""
+        c_star_ms, _ = stage_schedule(self.problem, Reading())
+        return c_star_ms
+
+    def row(self, system: str, planner: str = "", setting: str = "") -> SimulatedRow:
+        return SimulatedRow(
+            date=datetime.now().isoformat(timespec="seconds"),
+            mode="simulated",
+            workload=self.workload,
+            tasks=self.tasks,
+            cluster=self.cluster,
+            devices=self.costs.cluster.devices,
+            system=system,
+            planner=planner,
+            setting=setting,
+            operators=len(self.graph.operators),
+            metaops=len(self.metagraph.metaops),
+        )
+
+
+def samples_of(metagraph: MetaGraph, costs: AnalyticCosts) -> Samples:
+    """Analytic times in the form of measured ones, at the rows of every valid allocation."""
+    times: dict[str, dict[int, LayerTime]] = {}
+    for m in metagraph.metaops:
+        devices = costs.cluster.devices if m.layout is Layout.SPLIT else 1
+        rows = {-(-m.batch // n) for n in valid_allocations(m.batch, devices, False)}
+        for operator in (o for layer in m.layers for o in layer):
+            times[operator] = {
+                r: LayerTime(*(1e3 * costs.operator_s(operator, r, backward) for backward in (False, True)))
+                for r in sorted(rows)
+            }
+    return Samples(times)
+
+
+def simulate_spindle(cell: Cell, planner: str, time_limit_s: float | None, seed: int = 0) -> Result:
+    """Plan by ``planner`` ("auto": the one whose simulated iteration is shortest), lower and simulate."""
+    row = cell.row("spindle", planner)
+    started_s = time.perf_counter()
+    names = tuple(PLANNERS) if planner == "auto" else (planner,)
+    plan = choose(cell.problem, cell.step, names, time_limit_s=time_limit_s, seed=seed).plan
+    planning_s = time.perf_counter() - started_s
+    timeline = simulate(cell.step.program(plan), cell.costs)
+    row = replace(
+        _told(row, timeline),
+        setting=plan.planner if planner == "auto" else "",
+        planning_s=planning_s,
+        computing_ms=plan.makespan_ms,
+        bound_ms=cell.bound_ms,
+        c_star_ms=cell.c_star_ms,
+    )
+    return Result(row, timeline, plan)
+
+
+def simulate_baseline(cell: Cell, system: str) -> Result:
+    """The best setting of DeepSpeed or Megatron-LM."""
+    execution = best(system, cell.costs)
+    row = _told(cell.row(system, setting=str(execution.setting)), execution.timeline)
+    return Result(replace(row, memory_bytes=execution.memory_bytes), execution.timeline)
+
+
+def attempted(cell: Cell, system: str, planner: str, simulated: Callable[[], Result]) -> Result:
+    """The result, or a row that says why there is none."""
+    try:
+        return simulated()
+    except ValueError as refusal:
+        return Result(replace(cell.row(system, planner), error=f"{type(refusal).__name__}: {refusal}"))
+
+
+def _told(row: SimulatedRow, timeline: Timeline) -> SimulatedRow:
+    shares = timeline.breakdown()
+    total_s = timeline.span_s * timeline.devices
+    computing_s = sum(shares[c] for c in Category if c.computes)
+    peaks = [b for rank in range(timeline.devices) if (b := timeline.peak_bytes(rank)) is not None]
+    return replace(
+        row,
+        iteration_ms=timeline.span_s * 1e3,
+        utilisation=timeline.utilisation,
+        compute_share=computing_s / total_s,
+        transfer_share=shares[Category.TRANSFER] / total_s,
+        sync_share=shares[Category.SYNC] / total_s,
+        memory_bytes=max(peaks, default=None),
+    )

@@ -1,0 +1,133 @@
+"""The simulated mode: cells, rows, sweeps that go on where they stopped."""
+
+import csv
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import benchmark
+from benchmarking.cells import cell_of, of_tasks
+from benchmarking.report_simulated import report_simulated, speedup
+from benchmarking.results import append
+from benchmarking.simulated import Cell, attempted, samples_of, simulate_baseline, simulate_spindle
+from benchmarking.sweep import Progress, jobs_of, read_rows
+from lightning_spindle.costs import A800, AnalyticCosts
+from lightning_spindle.planner import PLANNERS
+from tests.test_baselines import graph_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose("benchmark", list(overrides)), resolve=True)
+    return config
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return Cell("toy", 2, "a800", AnalyticCosts(graph_of("a", "b"), A800.cluster(16), A800))
+
+
+def test_every_planner_and_baseline_gives_a_row(cell: Cell) -> None:
+    rows = [simulate_spindle(cell, planner, 0.2).row for planner in (*PLANNERS, "auto")]
+    rows += [simulate_baseline(cell, system).row for system in ("deepspeed", "megatron")]
+    assert len({row.key for row in rows}) == len(rows)
+    for row in rows:
+        assert row.iteration_ms is not None
+        assert row.memory_bytes is not None
+        shares = (row.compute_share, row.transfer_share, row.sync_share)
+        assert all(share is not None and 0 <= share <= 1 for share in shares)
+        assert (row.planning_s is None) == (row.system != "spindle")
+    spindle = [row for row in rows if row.system == "spindle"]
+    assert all(
+        row.computing_ms >= row.bound_ms * 0.999 for row in spindle if row.computing_ms and row.bound_ms
+    )
+    auto = next(row for row in spindle if row.planner == "auto")
+    assert auto.setting in PLANNERS
+    assert auto.iteration_ms == min(row.iteration_ms for row in spindle if row.iteration_ms)
+    assert speedup(auto, rows) == pytest.approx(rows[-2].iteration_ms / auto.iteration_ms)
+
+
+def test_planners_see_the_times_that_the_simulator_has(cell: Cell) -> None:
+    samples = samples_of(cell.metagraph, cell.costs)
+    for m in cell.problem.metaops:
+        for n, time in m.times:
+            rows = -(-m.batch // n)
+            layers = cell.metagraph.metaop(m.name).layers
+            own = sum(samples.operators[o][rows].total_ms for layer in layers for o in layer) / len(layers)
+            assert time.total_ms == pytest.approx(own)
+            costs = [cell.costs.operator_s(layers[0][0], rows, backward) for backward in (False, True)]
+            assert samples.operators[layers[0][0]][rows].total_ms == pytest.approx(1e3 * sum(costs))
+
+
+def test_a_refusal_is_a_row_with_its_reason(cell: Cell) -> None:
+    narrow = replace(cell, costs=replace(cell.costs, cluster=replace(cell.costs.cluster, memory_bytes=1000)))
+    result = attempted(narrow, "deepspeed", "", partial(simulate_baseline, narrow, "deepspeed"))
+    assert result.row.iteration_ms is None
+    assert "ValueError: deepspeed does not fit on 16 devices" in result.row.error
+    assert "FAILED deepspeed" in report_simulated([result.row])
+
+
+def test_rows_are_read_as_they_were_written(cell: Cell, tmp_path: Path) -> None:
+    rows = [simulate_spindle(cell, "seq", 0.2).row, replace(cell.row("megatron"), error="no, none")]
+    for row in rows:
+        append(tmp_path / "results.csv", row)
+    assert read_rows(tmp_path / "results.csv") == rows
+    assert read_rows(tmp_path / "other.csv") == []
+
+
+def test_a_sweep_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    real = benchmark.attempted
+
+    def attempt(*args: Any) -> Any:
+        done.append(f"{args[1]}:{args[2]}")
+        return real(*args)
+
+    monkeypatch.setattr(benchmark, "attempted", attempt)
+    monkeypatch.setattr(benchmark, "cell_of", lambda config: cell)
+    monkeypatch.setattr(benchmark, "_progress", Progress(3))
+    results = tmp_path / "results.csv"
+    for planner in ("spindle", "seq", "spindle"):
+        config = composed("mode=simulated", f"planner={planner}", "planner.time_limit_s=0.2")
+        assert benchmark.simulated(config, tmp_path, results)
+    assert done == ["spindle:spindle", "deepspeed:", "megatron:", "spindle:seq"]
+    with results.open() as file:
+        assert len(list(csv.DictReader(file))) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert "(0 s left)" in lines[-1]
+
+
+def test_jobs_of_a_command_line() -> None:
+    assert jobs_of(["-m", "workload=ofasys,qwen_val", "cluster.devices=8,16,32", "seed=1"]) == 6
+    assert jobs_of(["workload=ofasys"]) == 1
+
+
+def test_configurations_make_cells() -> None:
+    for workload, tasks in (("multitask_clip", 10), ("ofasys", 7), ("qwen_val", 3)):
+        small = ("workload.size=small", "cluster=h200", "cluster.devices=4")
+        config = composed(f"workload={workload}", *small)
+        assert config["mode"]["name"] == "simulated"
+        cell = cell_of(config)
+        assert (cell.workload, cell.tasks, cell.cluster) == (workload, tasks, "h200")
+        assert cell.costs.cluster.devices == 4
+        assert cell_of(composed(f"workload={workload}", *small)) is cell
+        first = cell_of(composed(f"workload={workload}", "workload.tasks=2", *small))
+        assert first.tasks == 2
+        assert set(first.graph.operators) < set(cell.graph.operators)
+    with pytest.raises(ValueError, match="quickstart is measured only"):
+        cell_of(composed())
+
+
+def test_part_of_a_graph() -> None:
+    graph = graph_of("a", "b", "c")
+    assert of_tasks(graph, ("a", "c")) == graph_of("a", "c")
