@@ -28,12 +28,21 @@ _SHORT_LIST = 8
 _MANY_WINDOWS = 64
 
 
-def rank(n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, *, balance: bool) -> Groups:
+def rank(
+    n: int,
+    free: Sequence[int],
+    inputs: Inputs,
+    need: Need,
+    memory: Memory,
+    *,
+    balance: bool,
+    sync_weight: float = SYNC_WEIGHT,
+) -> Groups:
     """Groups of n of the free devices, best first, each in the order of its shards; at most _EXACT."""
     cluster = memory.problem.cluster
     if n == len(free):
         return iter((arranged(free, inputs, cluster),))
-    view = _View(n, free, inputs, need, memory, balance)
+    view = _View(n, free, inputs, need, memory, balance, sync_weight)
     if comb(len(free), n) <= _EXACT:
         groups = [tuple(free[i] for i in c) for c in combinations(range(len(free)), n)]
         ranked: Iterable[tuple[int, ...]] = sorted(groups, key=view.key)
@@ -46,9 +55,17 @@ class _View:
     """What is asked of many groups for the same run, computed once for each device."""
 
     def __init__(
-        self, n: int, free: Sequence[int], inputs: Inputs, need: Need, memory: Memory, balance: bool
+        self,
+        n: int,
+        free: Sequence[int],
+        inputs: Inputs,
+        need: Need,
+        memory: Memory,
+        balance: bool,
+        sync_weight: float,
     ) -> None:
         self.n, self.free, self.need, self.memory, self.balance = n, free, need, memory, balance
+        self.sync_weight = sync_weight
         self.cluster = memory.problem.cluster
         self.given = inputs
         self.inputs = [(size, devices, frozenset(devices)) for size, devices in inputs]
@@ -66,7 +83,9 @@ class _View:
         n, free, island = self.n, self.free, self.island
         cost, moved = [0.0, *accumulate(self.cost)], [0, *accumulate(self.moved)]
         missing = [0.0, *accumulate([self.missing[d] for d in free])]
-        sync_ms = [SYNC_WEIGHT * self.added.sync.spread_ms(self.added.bytes, n, k) for k in range(1, n + 1)]
+        sync_ms = [
+            self.sync_weight * self.added.sync.spread_ms(self.added.bytes, n, k) for k in range(1, n + 1)
+        ]
         rough: list[tuple[tuple[float, ...], int]] = []
         for i in self._starts():
             j = i + n
@@ -90,7 +109,7 @@ class _View:
         """The order of groups; the docstring of this file in the same sequence."""
         order = arranged(group, self.given, self.cluster)
         moved_ms = sum(transfer_ms(size, source, order, self.cluster) for size, source in self.given)
-        communication = round(moved_ms + SYNC_WEIGHT * self.added.ms(group), 6)
+        communication = round(moved_ms + self.sync_weight * self.added.ms(group), 6)
         elsewhere = sum(d not in held for _, _, held in self.inputs for d in group)
         islands = len({self.island[d] for d in group})
         crooked = _crookedness(group[0], group[-1], len(group))

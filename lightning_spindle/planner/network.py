@@ -39,9 +39,13 @@ class Window:
 
 
 class Network:
-    """Runs in order of start, ``links`` (data that go from one to another), and ``windows`` of time."""
+    """Runs in order of start, ``links`` (data that go from one to another), and ``windows`` of time.
 
-    def __init__(self, runs: Iterable[UnplacedRun], problem: PlanningProblem) -> None:
+    ``sync_weight``: what a millisecond of synchronisation counts beside one of ``links``.
+    """
+
+    def __init__(self, runs: Iterable[UnplacedRun], problem: PlanningProblem, sync_weight: float) -> None:
+        self.sync_weight = sync_weight
         self.runs = sorted(runs, key=lambda r: (r.start_ms, r.metaop, r.first))
         self.problem = problem
         self.links = self._links()

@@ -17,6 +17,7 @@ from lightning_spindle.planner.candidates import Groups, rank
 from lightning_spindle.planner.memory import Memory
 from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.relabel import relabel
+from lightning_spindle.planner.sync import SYNC_WEIGHT
 from lightning_spindle.planner.timing import PlacedRun, UnplacedRun, list_schedule
 from lightning_spindle.planner.transfers import flow_bytes, inputs_of
 
@@ -43,9 +44,15 @@ class Policy(StrEnum):
 
 
 def place(
-    runs: Iterable[UnplacedRun], problem: PlanningProblem, policy: Policy = Policy.COMMUNICATION
+    runs: Iterable[UnplacedRun],
+    problem: PlanningProblem,
+    policy: Policy = Policy.COMMUNICATION,
+    *,
+    sync_weight: float = SYNC_WEIGHT,
 ) -> tuple[Run, ...]:
     """Gives devices to runs and returns them as they will run.
+
+    ``sync_weight``: what a millisecond of gradient synchronisation counts beside one of transfers.
 
     ``start_ms``/``end_ms`` of the given runs must be a feasible schedule (at no time more
     devices than there are; dependencies kept) and decide the order alone: the returned
@@ -59,20 +66,22 @@ def place(
     if policy is Policy.SEQUENTIAL:
         return list_schedule(_sequential(ordered, problem), problem)
     for attempt, tries in ((policy, _COMMUNICATION_TRIES), (Policy.MEMORY, _MEMORY_TRIES)):
-        placement = _Placement(ordered, problem, balance=attempt is Policy.MEMORY)
+        placement = _Placement(ordered, problem, attempt is Policy.MEMORY, sync_weight)
         if placement.search(tries):
-            return list_schedule(_improved(placement.placed, problem), problem)
+            return list_schedule(_improved(placement.placed, problem, sync_weight), problem)
     raise ValueError(placement.shortage)
 
 
-def _improved(placed: Sequence[PlacedRun], problem: PlanningProblem) -> Sequence[PlacedRun]:
+def _improved(
+    placed: Sequence[PlacedRun], problem: PlanningProblem, sync_weight: float
+) -> Sequence[PlacedRun]:
     cluster = problem.cluster
     free_links = cluster.inside == cluster.between and cluster.inside.seconds(1.0) == 0.0
     if free_links or problem.devices > _MANY_DEVICES:
         return placed
     steps = _STEPS * 32 * _FEW_RUNS // (problem.devices * max(_FEW_RUNS, len(placed)))
     steps = min(steps, _STEPS_A_DEVICE * problem.devices)
-    return relabel(placed, _sequential([p.run for p in placed], problem), problem, steps)
+    return relabel(placed, _sequential([p.run for p in placed], problem), problem, steps, sync_weight)
 
 
 def check_memory(runs: Iterable[Run], problem: PlanningProblem) -> None:
@@ -150,10 +159,13 @@ class _Undo:
 class _Placement:
     """Depth-first over the ordered runs; each run's groups are tried best first."""
 
-    def __init__(self, ordered: Sequence[UnplacedRun], problem: PlanningProblem, *, balance: bool) -> None:
+    def __init__(
+        self, ordered: Sequence[UnplacedRun], problem: PlanningProblem, balance: bool, sync_weight: float
+    ) -> None:
         self.ordered = list(ordered)
         self.problem = problem
         self.balance = balance
+        self.sync_weight = sync_weight
         self.flows = flow_bytes(problem.flows)
         self.memory = Memory(problem)
         self.busy = [0.0] * problem.devices
@@ -202,7 +214,9 @@ class _Placement:
             self._note_shortage(run, free, fitting)
             return iter(())
         inputs = inputs_of(run.metaop, run.first, self.problem, self.flows, self.at)
-        return rank(run.n, fitting, inputs, need, self.memory, balance=self.balance)
+        return rank(
+            run.n, fitting, inputs, need, self.memory, balance=self.balance, sync_weight=self.sync_weight
+        )
 
     def _free(self, run: UnplacedRun) -> list[int]:
         """Devices idle at the planned start, without those that a pin needs during the run.

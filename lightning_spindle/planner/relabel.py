@@ -27,7 +27,6 @@ from scipy.optimize import linear_sum_assignment
 
 from lightning_spindle.planner.network import Groups, Network
 from lightning_spindle.planner.problem import PlanningProblem
-from lightning_spindle.planner.sync import SYNC_WEIGHT
 from lightning_spindle.planner.timing import PlacedRun
 from lightning_spindle.planner.transfers import shares
 
@@ -44,14 +43,18 @@ _MORE_MEMORY = 1.1
 
 
 def relabel(
-    placed: Sequence[PlacedRun], others: Sequence[PlacedRun], problem: PlanningProblem, steps: int
+    placed: Sequence[PlacedRun],
+    others: Sequence[PlacedRun],
+    problem: PlanningProblem,
+    steps: int,
+    sync_weight: float,
 ) -> list[PlacedRun]:
     """The best placement found from ``placed``, and from ``placed`` and ``others`` spread over islands.
 
     Never costs more (transfers, and synchronisation times its weight) than ``placed``. Of the
     ``steps`` (assignment problems) half go to the starts, half to random exchanges.
     """
-    network = Network([p.run for p in placed], problem)
+    network = Network([p.run for p in placed], problem, sync_weight)
     given = network.start(placed)
     limit = _MORE_MEMORY * network.memory(given)
     if problem.cluster.memory_bytes is not None:
@@ -113,7 +116,7 @@ class _Relabelling:
 
     @property
     def cost_ms(self) -> float:
-        return sum(self.cost) + SYNC_WEIGHT * self.sync
+        return sum(self.cost) + self.network.sync_weight * self.sync
 
     def improve(self, steps: int) -> int:
         """Tries windows until none of them helps any more; returns how many, at most ``steps``."""
@@ -180,7 +183,7 @@ class _Relabelling:
         if saved_ms <= _LESS_MS:
             return False
         sync = network.sync_ms(devices)
-        if saved_ms <= SYNC_WEIGHT * (sync - self.sync) + _LESS_MS:
+        if saved_ms <= self.network.sync_weight * (sync - self.sync) + _LESS_MS:
             return False
         if not self.fits(devices):
             return False

@@ -13,14 +13,16 @@ from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.timing import UnplacedRun
 
 SYNC_WEIGHT = 0.05
-"""What a millisecond of gradient synchronisation counts: most of it overlaps with the backward."""
+"""What a millisecond of gradient synchronisation counts beside one of transfers: most of it overlaps
+with the backward of other layers."""
+FULL_SYNC_WEIGHT = 1.0
+"""The same where sums take longer than the backward, as they do between islands: nothing is hidden."""
 
 
 class Sync:
-    """All-reduce time of parameters (2 (k - 1)/k of their bytes, over the slowest link).
+    """All-reduce time of parameters: 2 (k - 1)/k of their bytes, over the slowest link.
 
-    Across islands each member of an island sends its part over a link of its own; the island
-    with the fewest members decides.
+    Across islands the island with the fewest members decides.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -49,9 +51,10 @@ class Sync:
     def _over(self, k: int, fewest: int) -> float:
         if k < 2:
             return 0.0
-        rate = self.cluster.inside.bytes_per_s
+        cluster = self.cluster
+        rate = cluster.inside.bytes_per_s
         if fewest:
-            rate = min(rate, fewest * self.cluster.between.bytes_per_s)
+            rate = min(rate, cluster.crossing_bytes_per_s(fewest), cluster.uplink_bytes_per_s)
         return 2.0 * (k - 1) / k / rate
 
 

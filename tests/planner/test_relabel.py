@@ -13,6 +13,7 @@ from lightning_spindle.planner.network import Network
 from lightning_spindle.planner.placement import place
 from lightning_spindle.planner.relabel import relabel
 from lightning_spindle.planner.spindle import Reading, stage_schedule, unplaced_runs
+from lightning_spindle.planner.sync import SYNC_WEIGHT
 from lightning_spindle.planner.timing import PlacedRun, UnplacedRun
 from lightning_spindle.planner.transfers import arranged, shares, transfer_ms, transfers_ms
 from tests.planner.checking import op, problem, problems
@@ -67,8 +68,8 @@ def test_relabelling_keeps_schedules_and_never_costs_more(p, rng):
     p = problem(*ops, devices=p.devices, island=2, free=False, flows=flows)
     _, schedule = stage_schedule(p, Reading())
     given_runs = [PlacedRun(r, d) for r, d in one_after_another(unplaced_runs(schedule))]
-    found = relabel(given_runs, given_runs, p, steps=40)
-    network = Network(unplaced_runs(schedule), p)
+    found = relabel(given_runs, given_runs, p, steps=40, sync_weight=SYNC_WEIGHT)
+    network = Network(unplaced_runs(schedule), p, SYNC_WEIGHT)
     before, after = network.start(given_runs), network.start(found)
     assert network.feasible(after)
     assert sum(network.link_ms(k, after) for k in range(len(network.links))) <= 1e-9 + sum(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_spindle.cluster import Link
 from lightning_spindle.planner.problem import PlannedOp, PlanningProblem
 from lightning_spindle.planner.relaxation import options
+from lightning_spindle.planner.sync import Sync
 from lightning_spindle.planner.transfers import BOTH_WAYS, flow_bytes
 
 _STRIDE = 6
@@ -64,8 +65,12 @@ class Instance:
         return [list(zip(n, ms, strict=True)) for n, ms in zip(self.allocations, self.layer_ms, strict=True)]
 
 
-def instance(problem: PlanningProblem) -> Instance:
-    """Raises nothing: a problem is checked when it is made. O(metaops x (allocations + dependencies))."""
+def instance(problem: PlanningProblem, *, exposed: float = 1.0) -> Instance:
+    """Raises nothing: a problem is checked when it is made. O(metaops x (allocations + dependencies)).
+
+    ``exposed``: share of a layer's synchronisation that lengthens it; the rest runs beside the backward
+    of other layers.
+    """
     metaops = problem.metaops
     index = {m.name: i for i, m in enumerate(metaops)}
     before = [tuple(index[b] for b in m.after) for m in metaops]
@@ -73,7 +78,7 @@ def instance(problem: PlanningProblem) -> Instance:
     for i, names in enumerate(before):
         for b in names:
             followers[b].append(i)
-    costs = _LinkCosts(problem)
+    costs = _LinkCosts(problem, exposed)
     rows = [_options(m, costs, problem.devices) for m in metaops]
     fastest = [m.layers * min(ms for _, ms, _ in row) for m, row in zip(metaops, rows, strict=True)]
     least = sum(m.layers * min(n * ms for n, ms, _ in row) for m, row in zip(metaops, rows, strict=True))
@@ -124,9 +129,10 @@ def _options(op: PlannedOp, costs: _LinkCosts, devices: int) -> list[tuple[int, 
 class _LinkCosts:
     """Rough costs of links for an allocation whose devices are not known yet."""
 
-    def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: PlanningProblem, exposed: float) -> None:
+        self.problem, self.exposed = problem, exposed
         self.sizes: Mapping[str, int] = dict(problem.parameter_bytes)
+        self.sync = Sync(problem.cluster)
         self.inputs: dict[str, int] = {}
         for (_, target), size in flow_bytes(problem.flows).items():
             self.inputs[target] = self.inputs.get(target, 0) + size
@@ -136,8 +142,9 @@ class _LinkCosts:
         if n < 2 or not op.layer_parameters:
             return 0.0
         total = sum(self.sizes.get(name, 0) for name in {p for layer in op.layer_parameters for p in layer})
-        ring_bytes = 2.0 * (n - 1) / n * total / op.configuration(n).tensor / op.layers
-        return 1e3 * ring_bytes / self._link(n).bytes_per_s
+        islands = -(-n // self.problem.cluster.island_size)
+        size = total / op.configuration(n).tensor / op.layers
+        return self.exposed * self.sync.spread_ms(size, n, islands)
 
     def slice_ms(self, op: PlannedOp, n: int) -> float:
         """Receiving the larger of the MetaOp's inputs and what its layers hand on, and its gradient."""

@@ -16,7 +16,8 @@ from lightning_spindle.planner.search.decode import Schedule, decode
 from lightning_spindle.planner.search.exact import improve
 from lightning_spindle.planner.search.instance import Instance, Order, instance
 from lightning_spindle.planner.search.rivals import Rivals
-from lightning_spindle.planner.search.start import from_runs, one_slice_each, rounded
+from lightning_spindle.planner.search.start import from_runs, one_slice_each, rounded, translated
+from lightning_spindle.planner.sync import FULL_SYNC_WEIGHT, SYNC_WEIGHT
 from lightning_spindle.planner.timing import UnplacedRun
 
 Score = Callable[[ExecutionPlan], float]
@@ -31,6 +32,8 @@ _START_SHARE, _SEARCH_SHARE = 0.4, 0.9
 _SAME_TIME_MS = 1e-9
 _FEW_SLICES = 0.005
 """Cost of a slice, as a share of the makespan, for the finalists with few splits."""
+_HIDDEN = 0.15
+"""Share of synchronisation that counts where most of it is taken to run beside the backward."""
 
 
 def plan_search(
@@ -64,17 +67,26 @@ def plan_search(
     real = score is not None or _has_costs(found)
     finalists: list[ExecutionPlan] = []
     refusals = rivals.refusals
-    for schedule in _search(found, starts, budget, seed, real=real):
-        try:
-            runs = place(unplaced_runs(found, schedule), problem)
-        except ValueError as refusal:
-            refusals.append(refusal)
-            continue
-        finalists.append(with_figures("search", runs, problem, {}))
+    searched = (
+        _search_real(problem, found, starts, budget, seed) if real else _search(found, starts, budget, seed)
+    )
+    weights = (SYNC_WEIGHT, FULL_SYNC_WEIGHT) if score is not None else (SYNC_WEIGHT,)
+    for schedule in searched:
+        for sync_weight in weights:
+            if sync_weight != weights[0] and clock.passed():
+                break
+            try:
+                runs = place(unplaced_runs(found, schedule), problem, sync_weight=sync_weight)
+            except ValueError as refusal:
+                refusals.append(refusal)
+                break
+            finalists.append(with_figures("search", runs, problem, {}))
     limit_ms = (
         min((p.makespan_ms for p in finalists), default=float("inf")) if score is None else float("inf")
     )
     finalists += [replace(plan, planner="search") for plan in rivals.plans_below(limit_ms)]
+    if score is not None:
+        finalists += rivals.with_full_sync()
     if not finalists:
         raise refusals[0]
     best = min(finalists, key=score or (lambda plan: plan.makespan_ms))
@@ -134,19 +146,28 @@ def _has_costs(found: Instance) -> bool:
     return any(any(extra) for extra in found.slice_ms)
 
 
-def _search(
-    found: Instance, starts: list[Order], budget: Budget, seed: int, *, real: bool
+def _search(found: Instance, starts: list[Order], budget: Budget, seed: int) -> Iterator[Schedule]:
+    """The best schedule where nothing counts but the makespan."""
+    best = anneal_from(found, starts, budget, Random(seed), Cooling())
+    shorter = improve(found, best.makespan_ms)
+    yield decode(found, shorter) if shorter is not None else best
+
+
+def _search_real(
+    problem: PlanningProblem, found: Instance, starts: list[Order], budget: Budget, seed: int
 ) -> Iterator[Schedule]:
-    """Finalists: the best schedule; where plans cost more than their makespan, ones with fewer splits too."""
+    """Finalists where plans cost more than their makespan.
+
+    How much of the synchronisation is hidden is known when a plan is simulated; so there are finalists
+    for which all of it counts and for which little does, with few splits and with none.
+    """
     random = Random(seed)
-    if not real:
-        best = anneal_from(found, starts, budget, random, Cooling())
-        shorter = improve(found, best.makespan_ms)
-        yield decode(found, shorter) if shorter is not None else best
-        return
-    third = 1.0 / 3.0
-    yield anneal_from(found, starts, budget.part(third), random, Cooling())
-    yield anneal_from(found, starts, budget.part(third, 2 * third), random, Cooling(slice_weight=_FEW_SLICES))
+    few = Cooling(slice_weight=_FEW_SLICES)
+    yield anneal_from(found, starts, budget.part(0.25), random, few)
     single = [one_slice_each(found, order) for order in starts]
     single.sort(key=lambda order: decode(found, order).makespan_ms)
-    yield anneal_from(found, single, budget.part(third, third), random, Cooling(), split=False)
+    yield anneal_from(found, single, budget.part(0.25, 0.75), random, Cooling(), split=False)
+    hidden = instance(problem, exposed=_HIDDEN)
+    there = [order for start in starts if (order := translated(start, hidden)) is not None]
+    for cooling, left in ((few, 0.5), (Cooling(), 0.25)):
+        yield anneal_from(hidden, there, budget.part(0.25, left), random, cooling)

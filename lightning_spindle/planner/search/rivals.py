@@ -7,8 +7,11 @@ from time import perf_counter
 
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner import PLANNERS
+from lightning_spindle.planner.placement import place
 from lightning_spindle.planner.problem import PlanningProblem
+from lightning_spindle.planner.report import with_figures
 from lightning_spindle.planner.spindle import Reading, stage_schedule, unplaced_runs
+from lightning_spindle.planner.sync import FULL_SYNC_WEIGHT
 from lightning_spindle.planner.timing import UnplacedRun
 
 
@@ -45,6 +48,15 @@ class Rivals:
         if self._least_ms() < makespan_ms:
             self._plan("spindle")
         return self._plans
+
+    def with_full_sync(self) -> Sequence[ExecutionPlan]:
+        """``spindle``'s Stages, placed as if no synchronisation ran beside computing."""
+        try:
+            runs = place(self._slices, self.problem, sync_weight=FULL_SYNC_WEIGHT)
+        except ValueError as refusal:
+            self.refusals.append(refusal)
+            return []
+        return [with_figures("search", runs, self.problem, {})]
 
     def placing_share(self, time_limit_s: float | None) -> float:
         """The share of the time limit that placing a plan may take, judged by their planning times."""

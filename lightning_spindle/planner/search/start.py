@@ -44,6 +44,16 @@ def from_runs(instance: Instance, runs: Iterable[UnplacedRun]) -> Order | None:
     return order
 
 
+def translated(order: Order, to: Instance) -> Order | None:
+    """The same slices with the times of another instance; None where it has not their allocations."""
+    found: Order = []
+    for m, n, _, l, _ in order:
+        if n not in to.allocations[m]:
+            return None
+        found.append(to.slice(m, to.allocations[m].index(n), l))
+    return found
+
+
 def order_by(
     instance: Instance, shares: Sequence[Sequence[tuple[int, int]]], *, wide_first: bool, longest_rest: bool
 ) -> Order:
