@@ -115,6 +115,7 @@ class SpindleStrategy(ParallelStrategy):
         self._skippable: Any = None
         self._metrics: Mapping[str, object] = {}
         self._sync = True
+        self._stepping = False
         self._outcome: Outcome | None = None
         self._iteration: Any = None
         self._timeline = timeline
@@ -206,6 +207,19 @@ class SpindleStrategy(ParallelStrategy):
             dist.all_reduce(result, op=op, group=group)
         return result / dist.get_world_size(group) if mean else result
 
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """``tensor`` as it is, as in one process: every rank has the values of the whole batch.
+
+        Outside of steps all ranks call it, with the same values.
+
+        Raises:
+            ValueError: on every rank, where ranks have unlike values.
+        """
+        if not self._stepping:
+            given = f"{tensor.shape} {tensor.dtype} {tensor.tolist()}"
+            require_agreement("what self.all_gather was given", given, self._transport, self.root_device)
+        return tensor
+
     # -------------------------------------------------------------------- set-up
 
     def model_to_device(self) -> None:
@@ -251,7 +265,7 @@ class SpindleStrategy(ParallelStrategy):
             f"planner={self._planner}\noperators={self._operators}\nplan={plan}\n{plan and plan.to_json()}"
         )
         require_agreement("SpindleStrategy's arguments", settings, self._transport, self.root_device)
-        with isolate_rng(), self.precision_plugin.forward_context():
+        with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
             examples = feeding.examples(trainer, self)
             self._session = build_session(
                 model,
@@ -353,13 +367,22 @@ class SpindleStrategy(ParallelStrategy):
             checks.require_same_data(
                 batches, list(step.capture.layouts), length, self._transport, self.root_device
             )
-        with context or nullcontext():
+        with context or nullcontext(), self._inside_a_step():
             iteration = step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
             # The ranks have agreed on the program by now; one for other parameters may need other groups.
             if isinstance(self._transport, ProcessGroupTransport):
                 self._transport.prepare(step.program.groups())
             model, device, seed = self.lightning_module, self.root_device, step.engine.seed
             return outcome_of(model, step, iteration, active, device, seed), iteration
+
+    @contextmanager
+    def _inside_a_step(self) -> Iterator[None]:
+        """Inside, code of a step may run on one rank alone."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def _step(self, name: str, batch: Any, dataloader_idx: int) -> Step:
         """The step for batches of this structure and for what trains now."""

@@ -356,6 +356,18 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/runtime/test_memory.py::test_capture_holds_on_to_no_parameter",),
     ),
     Fault(
+        "all-gather-takes-what-it-gets",
+        "lightning_spindle.strategy:SpindleStrategy.all_gather",
+        bodies.passes_through(1),
+        ("tests/cases/test_all_gather.py::test_what_ranks_do_not_share_is_refused",),
+    ),
+    Fault(
+        "all-gather-waits-inside-steps",
+        "lightning_spindle.strategy:SpindleStrategy._inside_a_step",
+        bodies.gives_a_null_context,
+        ("tests/cases/test_all_gather.py::test_a_step_as_one_operator",),
+    ),
+    Fault(
         "optimizer-state-of-rank-zero-only",
         "lightning_spindle.runtime.objects:gather_objects",
         bodies.keeps_rank_zeros,
@@ -699,7 +711,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "accumulation-summed-every-step",
         "lightning_spindle.strategy:SpindleStrategy.block_backward_sync",
-        bodies.leaves_sync_on,
+        bodies.gives_a_null_context,
         ("tests/strategy/test_life_cycle.py::test_gradient_accumulation",),
     ),
     Fault(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from lightning.fabric.utilities.apply_func import convert_to_tensors
 from lightning.pytorch import LightningModule
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
@@ -123,11 +124,17 @@ def tracing(tracer: StepTracer, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trapped_trainer() -> Iterator[None]:
-    """Inside, reading trainer state from a LightningModule raises."""
+    """Inside, reading trainer state from a LightningModule raises; ``all_gather`` has gathered already."""
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(LightningModule, "all_gather", _gathered))
         for name in _TRAPPED:
             stack.enter_context(mock.patch.object(LightningModule, name, _trap(name)))
         yield
+
+
+def _gathered(module: LightningModule, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    """As in one process: a step's rows are those of the whole batch."""
+    return convert_to_tensors(data, device=module.device)
 
 
 def _trap(name: str) -> property:
