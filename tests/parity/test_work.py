@@ -259,7 +259,8 @@ def assert_divided(ranks: list[Watch], plan: ExecutionPlan | None) -> None:
                     wanted = traffic[kind].bytes + flags * ITEM_BYTES
                     assert ours.bytes[way][kind] == wanted, f"{where}: {way} {kind}"
             flags = sum(len(b.parameters) for b in program.buckets if rank in b.devices)
-            exchange = (2 * len(graph.results) + len({o.task for o in graph.operators})) * 8
+            # Every result with who has it, every task's rows, and the digest of what must be alike.
+            exchange = (2 * len(graph.results) + len({o.task for o in graph.operators}) + 1) * 8
             assert ours.summed_bytes == work.summed.bytes + flags * ITEM_BYTES + exchange, where
             if batch == FULL:
                 assert ours.flops == pytest.approx(work.flops, rel=0.01), where
