@@ -368,6 +368,12 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/cases/test_all_gather.py::test_a_step_as_one_operator",),
     ),
     Fault(
+        "metrics-not-updated",
+        "lightning_spindle.capture.patches:update_metric",
+        bodies.does_nothing,
+        ("tests/projects/test_frozen_backbone.py::test_equal_to_one_process",),
+    ),
+    Fault(
         "optimizer-state-of-rank-zero-only",
         "lightning_spindle.runtime.objects:gather_objects",
         bodies.keeps_rank_zeros,
