@@ -5,7 +5,8 @@ several processes that of Lightning's DDPStrategy over Spindle's, with the same 
 Mode ``simulated`` plans a full workload for a cluster that nobody has at hand and simulates an iteration of
 the program that would run there, beside DeepSpeed and Megatron-LM.
 
-``results.csv`` in the run's directory, or the sweep's, has a row for every job. Where a sweep's directory
+``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
+what they found, with a figure at the end of a simulated sweep. Where a sweep's directory
 (``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done. The exit code is
 1 if a job failed.
 """
@@ -21,14 +22,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarking.cells import cell_of
-from benchmarking.measured import RESULTS, measure
+from benchmarking.measured import REPORT, RESULTS, measure
 from benchmarking.report import report
 from benchmarking.report_simulated import report_simulated
 from benchmarking.results import append
-from benchmarking.simulated import attempted, simulate_baseline, simulate_spindle
+from benchmarking.simulated import attempted, refused, simulate_baseline, simulate_spindle
 from benchmarking.sweep import Progress, jobs_of, read_rows
 
-REPORT = "report.md"
 _failures: list[str] = []
 """Of all runs of a sweep, which an exception would end."""
 _progress = Progress(jobs_of(sys.argv[1:]))
@@ -45,11 +45,14 @@ def measured(config: dict[str, Any], directory: Path, results: Path) -> bool:
 
 def simulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
     """Plan, simulate and print; whether every job ended well."""
-    cell, planner, time_limit_s = (
-        cell_of(config),
-        config["planner"]["name"],
-        config["planner"]["time_limit_s"],
-    )
+    planner, time_limit_s = config["planner"]["name"], config["planner"]["time_limit_s"]
+    try:
+        cell = cell_of(config)
+    except ValueError as refusal:
+        row = refused(config, refusal)
+        append(results, row)
+        print(_progress.line(f"FAILED: {row.error}"), flush=True)
+        return False
     jobs = {
         cell.row("spindle", planner).key: ("spindle", partial(simulate_spindle, cell, planner, time_limit_s)),
         **{

@@ -36,10 +36,12 @@ WORKLOADS = ("multitask_clip", "ofasys", "qwen_val")
 def _cell(workload: str, cluster: str) -> Cell:
     wanted = json.loads(workload)
     built = build_cluster(json.loads(cluster))
-    size = wanted["sizes"][wanted["size"] or "full"]
+    size_name = wanted["size"] or "full"
+    size = wanted["sizes"][size_name]
     names = task_names(workload_size(wanted["name"], size), wanted["tasks"])
     graph = of_tasks(captured(wanted["name"], json.dumps(size)), names)
-    return Cell(wanted["name"], len(names), built.name, AnalyticCosts(graph, built.cluster, built.kind))
+    title = wanted["name"] if size_name == "full" else f"{wanted['name']} ({size_name})"
+    return Cell(title, len(names), built.name, AnalyticCosts(graph, built.cluster, built.kind))
 
 
 def of_tasks(graph: OperatorGraph, tasks: Collection[str]) -> OperatorGraph:

@@ -12,7 +12,7 @@ from benchmarking.jobs import Job, jobs_of
 from benchmarking.launch import JobFailed, run_job
 from benchmarking.results import Losses, Row, append, largest_difference
 
-RESULTS = "results.csv"
+RESULTS, REPORT = "results.csv", "report.md"
 
 
 @dataclass(slots=True)

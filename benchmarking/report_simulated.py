@@ -45,9 +45,10 @@ def name_of(row: SimulatedRow) -> str:
 
 def _cell(rows: Sequence[SimulatedRow]) -> str:
     first = rows[0]
+    size = f" ({first.operators} operators, {first.metaops} MetaOps)" if first.operators else ""
     title = (
-        f"Simulated {first.date[:10]}: {first.workload}, {first.tasks} tasks ({first.operators} operators, "
-        f"{first.metaops} MetaOps) on {first.devices} devices of {first.cluster}"
+        f"Simulated {first.date[:10]}: {first.workload}, {first.tasks} tasks{size} "
+        f"on {first.devices} devices of {first.cluster}"
     )
     lines = [
         (

@@ -45,10 +45,19 @@ class Row:
 
 
 def append(path: Path, row: "DataclassInstance") -> None:
-    """Write the row at the end of a CSV file, which gets a head if it is new."""
+    """Write the row at the end of a CSV file, which gets a head if it is new.
+
+    Raises:
+        ValueError: the file has rows of another kind.
+    """
     new = not path.exists()
+    names = [field.name for field in fields(row)]
+    if not new:
+        with path.open(newline="") as file:
+            if next(csv.reader(file), None) != names:
+                raise ValueError(f"{path} has rows of another kind (mode): give this one another directory")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(row)])
+        writer = csv.DictWriter(file, names)
         if new:
             writer.writeheader()
         writer.writerow(asdict(row))

@@ -4,10 +4,11 @@ One cost set (``lightning_spindle.costs.AnalyticCosts``) serves planners, simula
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from typing import Any
 
 from benchmarking.baselines import best
 from lightning_spindle.costs import AnalyticCosts
@@ -62,6 +63,11 @@ class SimulatedRow:
     def key(self) -> tuple[str, int, str, int, str, str]:
         """What makes a row the same job as another."""
         return (self.workload, self.tasks, self.cluster, self.devices, self.system, self.planner)
+
+    @property
+    def name(self) -> str:
+        """The planner, or the system where it has none."""
+        return self.planner or self.system
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ class Cell:
 
     def row(self, system: str, planner: str = "", setting: str = "") -> SimulatedRow:
         return SimulatedRow(
-            date=datetime.now().isoformat(timespec="seconds"),
+            date=_now(),
             mode="simulated",
             workload=self.workload,
             tasks=self.tasks,
@@ -180,7 +186,31 @@ def attempted(cell: Cell, system: str, planner: str, simulated: Callable[[], Res
     try:
         return simulated()
     except ValueError as refusal:
-        return Result(replace(cell.row(system, planner), error=f"{type(refusal).__name__}: {refusal}"))
+        return Result(replace(cell.row(system, planner), error=_reason(refusal)))
+
+
+def refused(config: Mapping[str, Any], refusal: ValueError) -> SimulatedRow:
+    """The row of a job whose workload on its cluster there is not."""
+    return SimulatedRow(
+        date=_now(),
+        mode="simulated",
+        workload=config["workload"]["name"],
+        tasks=config["workload"]["tasks"] or 0,
+        cluster=config["cluster"]["name"],
+        devices=config["cluster"]["devices"],
+        system="spindle",
+        planner=config["planner"]["name"],
+        setting="",
+        error=_reason(refusal),
+    )
+
+
+def _now() -> str:
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def _reason(refusal: ValueError) -> str:
+    return f"{type(refusal).__name__}: {refusal}"
 
 
 def _told(row: SimulatedRow, timeline: Timeline) -> SimulatedRow:

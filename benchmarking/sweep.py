@@ -2,7 +2,7 @@
 
 import csv
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -47,6 +47,15 @@ def read_rows(path: Path) -> list[SimulatedRow]:
             SimulatedRow(**{f.name: _value(line[f.name], hints[f.name]) for f in fields(SimulatedRow)})
             for line in csv.DictReader(file)
         ]
+
+
+def latest(rows: Iterable[SimulatedRow]) -> list[SimulatedRow]:
+    """Of each job its last row, for jobs that failed are done again; cells and systems as they first came."""
+    found: dict[tuple[object, ...], SimulatedRow] = {}
+    for row in rows:
+        found[row.key] = row
+    cells = list(dict.fromkeys(key[:4] for key in found))
+    return sorted(found.values(), key=lambda row: cells.index(row.key[:4]))
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -1,11 +1,16 @@
 """The simulated mode: cells, rows, sweeps that go on where they stopped."""
 
 import csv
+import logging
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -15,7 +20,8 @@ from benchmarking.cells import cell_of, of_tasks
 from benchmarking.report_simulated import report_simulated, speedup
 from benchmarking.results import append
 from benchmarking.simulated import Cell, attempted, samples_of, simulate_baseline, simulate_spindle
-from benchmarking.sweep import Progress, jobs_of, read_rows
+from benchmarking.sweep import Progress, jobs_of, latest, read_rows
+from benchmarking.sweep_report import report_sweep
 from lightning_spindle.costs import A800, AnalyticCosts
 from lightning_spindle.planner import PLANNERS
 from tests.test_baselines import graph_of
@@ -113,19 +119,75 @@ def test_jobs_of_a_command_line() -> None:
 
 
 def test_configurations_make_cells() -> None:
-    for workload, tasks in (("multitask_clip", 10), ("ofasys", 7), ("qwen_val", 3)):
-        small = ("workload.size=small", "cluster=h200", "cluster.devices=4")
-        config = composed(f"workload={workload}", *small)
-        assert config["mode"]["name"] == "simulated"
-        cell = cell_of(config)
-        assert (cell.workload, cell.tasks, cell.cluster) == (workload, tasks, "h200")
-        assert cell.costs.cluster.devices == 4
-        assert cell_of(composed(f"workload={workload}", *small)) is cell
-        first = cell_of(composed(f"workload={workload}", "workload.tasks=2", *small))
-        assert first.tasks == 2
-        assert set(first.graph.operators) < set(cell.graph.operators)
+    small = ("workload=qwen_val", "workload.size=small", "cluster=h200", "cluster.devices=4")
+    config = composed(*small)
+    assert config["mode"]["name"] == "simulated"
+    cell = cell_of(config)
+    assert (cell.workload, cell.tasks, cell.cluster) == ("qwen_val (small)", 3, "h200")
+    assert cell.costs.cluster.devices == 4
+    assert cell_of(composed(*small)) is cell
+    first = cell_of(composed(*small, "workload.tasks=2"))
+    assert first.tasks == 2
+    assert set(first.graph.operators) < set(cell.graph.operators)
     with pytest.raises(ValueError, match="quickstart is measured only"):
         cell_of(composed())
+
+
+@pytest.fixture
+def hydra_restored() -> Iterator[None]:
+    """Hydra in this process sets up logging, and would leave it so."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, directory: Path, *overrides: str) -> None:
+    """``python benchmark.py -m`` in this process."""
+    options = ["-m", f"hydra.sweep.dir={directory}", "mode=simulated", "planner.time_limit_s=0.2"]
+    monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *overrides])
+    task = benchmark.main.__wrapped__
+    hydra.main(config_path=str(ROOT / "conf"), config_name="benchmark", version_base="1.3")(task)()
+
+
+@pytest.mark.usefixtures("hydra_restored")
+def test_a_sweep_has_one_tree_one_table_and_one_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
+) -> None:
+    """Also where it is resumed with more jobs, and where a job is of a workload that there is not."""
+    monkeypatch.setattr(benchmark, "cell_of", lambda config: cell if config["seed"] == 0 else cell_of(config))
+    monkeypatch.chdir(tmp_path)
+    directory = Path("swept")
+    sweep(monkeypatch, directory, "planner=seq,optimus", "workload=ofasys", "workload.tasks=99", "seed=0,1")
+    sweep(monkeypatch, directory, "planner=seq,stmm", "workload=ofasys", "workload.tasks=99", "seed=0,1")
+    assert [path.name for path in tmp_path.iterdir()] == ["swept"]
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    rows = read_rows(directory / "results.csv")
+    assert len({row.key for row in rows if not row.error}) == sum(not row.error for row in rows) == 5
+    assert [row.name for row in latest(rows) if row.error] == ["seq", "optimus", "stmm"]
+    text = (directory / "report.md").read_text()
+    assert all(f"spindle:{planner}" in text for planner in ("seq", "optimus", "stmm"))
+    assert "FAILED spindle:stmm: ValueError: workload.tasks=99: there are 1 to 7" in text
+    assert text.count("FAILED") == 3
+    if find_spec("matplotlib"):
+        assert (directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_has_rows_of_one_kind(cell: Cell, tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text("date,step_ms\n2026-01-01,3.0\n")
+    with pytest.raises(ValueError, match="has rows of another kind"):
+        append(path, cell.row("deepspeed"))
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_report_without_matplotlib_says_what_is_missing(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    append(tmp_path / "results.csv", simulate_baseline(cell, "deepspeed").row)
+    report_sweep(tmp_path)
+    assert "No figure: drawing figures needs matplotlib" in (tmp_path / "report.md").read_text()
 
 
 def test_part_of_a_graph() -> None:

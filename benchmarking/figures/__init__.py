@@ -1,0 +1,1 @@
+"""The paper's figures, made from simulated iterations: a module each, drawn in one style."""
