@@ -272,6 +272,12 @@ FAULTS: tuple[Fault, ...] = (
         (f"{MESSAGES}::test_c13_lengths_and_rows_change",),
     ),
     Fault(
+        "rows-as-long-as-the-examples",
+        "lightning_spindle.runtime.rows:entries_per_row",
+        lambda original: lambda tensor, value, rows: value.per_row,
+        (f"{MESSAGES}::test_c13_tokens_of_rows_of_any_length_are_cut_by_rows",),
+    ),
+    Fault(
         "logs-left-local",
         "lightning_spindle.runtime.engine:Engine._exchange",
         bodies.leaves_results_local,

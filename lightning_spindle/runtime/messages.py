@@ -16,7 +16,7 @@ import torch
 
 from lightning_spindle.graph import Value
 from lightning_spindle.program import Edge, Instruction, Kind
-from lightning_spindle.runtime.rows import Rows
+from lightning_spindle.runtime.rows import Rows, entries_per_row
 from lightning_spindle.runtime.transport import Pending, Transport
 
 Signature = tuple[Any, ...]
@@ -40,7 +40,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A message's dtype and shape, without its extent in rows."""
+    """A message's dtype and shape; the dimension of rows has the entries of one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Form:
         if value.dim is None:
             return self.shape
         full = list(self.shape)
-        full[value.dim] = (rows[1] - rows[0]) * value.per_row
+        full[value.dim] *= rows[1] - rows[0]
         return tuple(full)
 
 
@@ -104,7 +104,7 @@ class Messenger:
         tag = tag_of(instruction)
         form = self._forms.get((instruction, signature))
         if form is None or value.dynamic:
-            form = _form(tensor, value)
+            form = _form(tensor, value, rows)
             self._forms[(instruction, signature)] = form
             self._post(_encode(form).to(self.device), to, tag)
         if form.dtype != tensor.dtype or form.sized(value, rows) != tuple(tensor.shape):
@@ -166,10 +166,10 @@ def tag_of(instruction: Instruction) -> int:
     return 2 * instruction.index + (1 if instruction.kind is Kind.ACTIVATION else 2)
 
 
-def _form(tensor: torch.Tensor, value: Value) -> _Form:
+def _form(tensor: torch.Tensor, value: Value, rows: Rows) -> _Form:
     shape = list(tensor.shape)
     if value.dim is not None:
-        shape[value.dim] = -1
+        shape[value.dim] = entries_per_row(tensor, value, rows)
     return _Form(tensor.dtype, tuple(shape))
 
 

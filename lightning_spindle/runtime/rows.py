@@ -22,8 +22,27 @@ def cut(tensor: torch.Tensor, value: Value, have: Rows, want: Rows) -> torch.Ten
     """Rows ``want`` of a tensor that holds rows ``have``; the tensor itself where it has no rows."""
     if value.dim is None or have == want:
         return tensor
-    start = (want[0] - have[0]) * value.per_row
-    return tensor.narrow(value.dim, start, (want[1] - want[0]) * value.per_row)
+    per_row = entries_per_row(tensor, value, have)
+    return tensor.narrow(value.dim, (want[0] - have[0]) * per_row, (want[1] - want[0]) * per_row)
+
+
+def entries_per_row(tensor: torch.Tensor, value: Value, rows: Rows) -> int:
+    """How many entries of its dimension of rows belong to each of ``rows``, which the tensor holds.
+
+    Not ``value.per_row``, which is the example batch's: where tokens of all rows lie behind each other, it is
+    the length of this batch's sequences.
+
+    Raises:
+        ValueError: the entries cannot be shared out evenly.
+    """
+    assert value.dim is not None
+    entries, count = tensor.shape[value.dim], rows[1] - rows[0]
+    if entries % count:
+        raise ValueError(
+            f"value {value.name}: {entries} entries for {count} rows in dimension {value.dim}; in the "
+            f"example batch each row had {value.per_row}, and Spindle cuts it by rows"
+        )
+    return entries // count
 
 
 def join(parts: Sequence[tuple[Rows, torch.Tensor]], value: Value) -> torch.Tensor:

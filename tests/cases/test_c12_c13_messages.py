@@ -195,6 +195,33 @@ def test_c13_lengths_and_rows_change(groups: dict[str, tuple[int, ...]]) -> None
     assert_same_fit(ours, plain_fit(text_model, text_data, max_steps=5))
 
 
+class Flat(Small):
+    """Tokens of all rows behind each other, as before the loss of a language model, which couples them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle, self.head = Layer(3, 4), Layer(4, 4), Layer(4, 1, last=True)
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        tokens = self.tokens(batch["x"]).view(-1, 4)
+        loss = self.head(self.middle(tokens)).var()
+        self.log("loss", loss)
+        return loss
+
+
+def flat_model() -> Any:
+    torch.manual_seed(0)
+    return multi({"text": Flat(), "image": Text()})
+
+
+@pytest.mark.parametrize("middle", [(1,), (1, 2), (2, 1, 0)])
+def test_c13_tokens_of_rows_of_any_length_are_cut_by_rows(middle: tuple[int, ...]) -> None:
+    """Lengths 5, 9, 3, 9, 5 make 5, 9 and 3 entries a row, whatever the example had."""
+    groups = {"text/": (0,), "text/tokens": (2, 0), "text/middle": middle, "image/": (0, 1)}
+    ours = forced_fit(flat_model, text_data, 3, groups, max_steps=5)
+    assert_same_fit(ours, plain_fit(flat_model, text_data, max_steps=5))
+
+
 class Similar(Small):
     """The similarities of all pairs of rows go through a layer: a value whose every dimension is the rows."""
 
