@@ -87,6 +87,7 @@ class Cell:
     tasks: int
     cluster: str
     costs: AnalyticCosts
+    shard_optimizer_state: bool = False
 
     @property
     def graph(self) -> OperatorGraph:
@@ -106,13 +107,14 @@ class Cell:
             self.graph,
             samples,
             self.costs.cluster,
-            state_factor=self.costs.state.total,
+            state=self.costs.state,
+            shard_optimizer_state=self.shard_optimizer_state,
         )
 
     @cached_property
     def step(self) -> Workload:
         trainable = frozenset(p.name for p in self.graph.parameters if p.trainable)
-        return Workload(self.metagraph, self.graph, self.costs, trainable)
+        return Workload(self.metagraph, self.graph, self.costs, trainable, self.shard_optimizer_state)
 
     @cached_property
     def bound_ms(self) -> float:

@@ -38,6 +38,7 @@ from lightning_spindle.runtime.outcome import Outcome, outcome_of
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample, build_session
+from lightning_spindle.runtime.sharding import ShardedStep
 from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
 from lightning_spindle.runtime.state import LocalisedOptimizer
 from lightning_spindle.runtime.training import Training
@@ -65,6 +66,9 @@ class SpindleStrategy(ParallelStrategy):
         operators: module classes to treat as one operator each, whatever is inside.
         profile_budget_s: at most this long is spent on measuring operators before training.
         timeout: limit of every wait for another rank.
+        shard_optimizer_state: of the devices that hold a parameter one keeps its optimizer state, steps it
+            and gives the others its new values (ZeRO stage 1 within each parameter device group): less
+            memory, for a broadcast of the parameters in each step.
         timeline: after fit, write ``timeline.json`` and ``timeline.png`` (predicted and measured
             iteration, a row a device) into the Trainer's ``default_root_dir``.
         process_group_backend: "gloo" on CPU and "nccl" on CUDA where None.
@@ -83,6 +87,7 @@ class SpindleStrategy(ParallelStrategy):
         operators: tuple[type[nn.Module], ...] = (),
         profile_budget_s: float = 30.0,
         timeout: timedelta = timedelta(minutes=10),
+        shard_optimizer_state: bool = False,
         timeline: bool = True,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -109,7 +114,9 @@ class SpindleStrategy(ParallelStrategy):
         self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
         self._failures: Failures | None = None
         self._session: Session | None = None
+        self._shard_optimizer_state = shard_optimizer_state
         self._localised: dict[int, LocalisedOptimizer] = {}
+        self._sharded: list[ShardedStep] = []
         self._training: Training | None = None
         self._variants: dict[str, variants.Variants] = {}
         self._skippable: Any = None
@@ -262,7 +269,8 @@ class SpindleStrategy(ParallelStrategy):
         _set_rng_states(states)
         plan = self._given_plan
         settings = (
-            f"planner={self._planner}\noperators={self._operators}\nplan={plan}\n{plan and plan.to_json()}"
+            f"planner={self._planner}\noperators={self._operators}\n"
+            f"shard_optimizer_state={self._shard_optimizer_state}\nplan={plan}\n{plan and plan.to_json()}"
         )
         require_agreement("SpindleStrategy's arguments", settings, self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
@@ -281,9 +289,11 @@ class SpindleStrategy(ParallelStrategy):
                     processes_per_node=self.num_processes,
                     show_progress=trainer.progress_bar_callback is not None,
                     optimizer=self.optimizers[0] if self.optimizers else None,
+                    shard_optimizer_state=self._shard_optimizer_state,
                 ),
                 operators=self._operators,
                 seed=seed,
+                shard_optimizer_state=self._shard_optimizer_state,
             )
         self._variants = {
             name: variants.Variants(
@@ -311,6 +321,10 @@ class SpindleStrategy(ParallelStrategy):
             self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
             for optimizer in self._localised.values():
                 optimizer.localise()
+            if self._shard_optimizer_state and self.world_size > 1:
+                self._sharded = [
+                    ShardedStep(o, self._localised[id(o)].steps, self._share) for o in self.optimizers
+                ]
             self._training = Training(self.lightning_module, self._localised)
         state.localise()
 
@@ -429,6 +443,9 @@ class SpindleStrategy(ParallelStrategy):
         if self._recording is not None:
             self._recording.iteration_ended(self._running)
         return output
+
+    def _share(self) -> None:
+        self._running.engine.share()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -555,6 +572,9 @@ class SpindleStrategy(ParallelStrategy):
             self._lightning_module = None
         self._session = self._recording = self._outcome = self._iteration = self._training = None
         self._metrics, self._variants = {}, {}
+        for sharded in self._sharded:
+            sharded.end()
+        self._sharded = []
         if self._skippable is not None:
             end_skipping(self._skippable)
         super().teardown()

@@ -35,7 +35,8 @@ class Work:
     """One rank's share of an iteration.
 
     ``rows``: rows that it sees of each operator that it runs. ``summed``: the buckets of gradients
-    that it takes part in summing, each at its own size, however the sum is done. ``parameters``:
+    that it takes part in summing, each at its own size, however the sum is done; ``broadcast``: new
+    values of parameters that it gives, gets or passes on, likewise. ``parameters``:
     the graph's, in its order, that this rank holds: those of its operators in any step, and unused ones.
     """
 
@@ -45,6 +46,7 @@ class Work:
     sent: dict[Kind, Traffic] = field(default_factory=lambda: _by_kind())
     received: dict[Kind, Traffic] = field(default_factory=lambda: _by_kind())
     summed: Traffic = field(default_factory=Traffic)
+    broadcast: Traffic = field(default_factory=Traffic)
     parameters: tuple[str, ...] = ()
     parameter_bytes: int = 0
 
@@ -111,6 +113,9 @@ def rank_work(
             case Kind.REDUCE:
                 for rank in ranks:
                     works[rank].summed.add(program.buckets[instruction.index].bytes)
+            case Kind.BROADCAST:
+                for rank in ranks:
+                    works[rank].broadcast.add(program.broadcasts[instruction.index].bytes)
             case Kind.EXCHANGE:
                 pass
     for rank, work in enumerate(works):

@@ -152,7 +152,8 @@ def test_frozen_layers_below_a_trained_one_have_no_backward() -> None:
     times = [costs.operator_s(o.name, 1, True) / forward for o in operators]
     assert times == pytest.approx([0.0, 1.0, 2.0, 0.0])
     assert [costs.activation_bytes(o.name, 1) for o in operators] == [0.0, 1000.0, 1000.0, 0.0]
-    assert costs.held_bytes("fwh") == 10 + 40 + 40
+    assert costs.held_bytes("fwh", "fwh") == 10 + 40 + 40
+    assert costs.held_bytes("fwh", "w") == 10 + 40 + 20, "another device has the state of h"
 
 
 # -------------------------------------------------------------------------------------------- links
@@ -242,7 +243,7 @@ def test_an_optimizer_step_moves_its_state_once() -> None:
     assert optimizer_step_s(0, A100) == 0.0
     mixed = AnalyticCosts(graph_of(("a", 1)), A100.cluster(1), kind=A100, state=MIXED)
     assert mixed.optimizer_s(10**9) == optimizer_step_s(10**9, A100, MIXED)
-    assert mixed.held_bytes(["a.w0"]) == 800
+    assert mixed.held_bytes(["a.w0"], ["a.w0"]) == 800
     assert mixed.gradient_bytes(["a.w0"]) == 100
 
 

@@ -264,8 +264,8 @@ def work_s(sample: Sample, costs: MeasuredCosts) -> float:
         for shard in range(len(run.devices)):
             a, b = run.rows(shard, rows[run.task])
             total += sum(costs.operator_s(o, b - a, back) for o in run.operators for back in (False, True))
-    held = [[p for p, on in sample.program.holders.items() if r in on] for r in range(sample.program.devices)]
-    return total + sum(costs.optimizer_s(costs.trainable_bytes(names)) for names in held)
+    stepped = [sample.program.stepped(rank) for rank in range(sample.program.devices)]
+    return total + sum(costs.optimizer_s(costs.trainable_bytes(names)) for names in stepped)
 
 
 @settings(max_examples=60)

@@ -73,6 +73,18 @@ class Costs(ABC):
         islands = {self.cluster.island(d) for d in devices}
         return ring_bytes(size_bytes, len(devices)) if len(islands) > 1 else 0.0
 
+    def broadcast_s(self, size_bytes: int, devices: Sequence[int]) -> float:
+        """What one device of a group has becomes known to all: its part of what a sum moves.
+
+        Each member passes it on once, where in an all-reduce it sends ``ring_bytes``.
+        """
+        n = len(devices)
+        return self.all_reduce_s(size_bytes, devices) / ring_bytes(1.0, n) if n > 1 else 0.0
+
+    def broadcast_uplink_bytes(self, size_bytes: float, devices: Sequence[int]) -> float:
+        """What a broadcast sends out of each island that its group spans, and into it."""
+        return size_bytes if len({self.cluster.island(d) for d in devices}) > 1 else 0.0
+
     def exchange_s(self, devices: Sequence[int]) -> float:
         """Losses and logged values become known on all devices."""
         return self.all_reduce_s(EXCHANGE_BYTES, devices) if len(devices) > 1 else 0.0
@@ -98,10 +110,12 @@ class Costs(ABC):
     def trainable_bytes(self, parameters: Iterable[str]) -> int:
         return sum(p.bytes for name in parameters if (p := self._parameters.get(name)) and p.trainable)
 
-    def held_bytes(self, parameters: Iterable[str]) -> float:
-        """What parameters take on a device that holds them, gradients and optimizer state included."""
+    def held_bytes(self, parameters: Iterable[str], stepped: Iterable[str]) -> float:
+        """What parameters take on a device that holds them and their gradients, and steps some of them."""
         found = [p for name in parameters if (p := self._parameters.get(name))]
-        return sum(p.bytes * (self.state.total if p.trainable else 1.0) for p in found)
+        state = self.state
+        held = sum(p.bytes * (state.parameter + state.gradient if p.trainable else 1.0) for p in found)
+        return held + state.optimizer * self.trainable_bytes(stepped)
 
     def gradient_bytes(self, parameters: Iterable[str]) -> float:
         """The part of ``held_bytes`` that gradients take; it is there from a backward to the next."""

@@ -67,8 +67,18 @@ class Network:
 
     def sum(self, now_s: float, rank: int, place: int, ranks: Sequence[int], size: int) -> Posted:
         """``rank`` posts its part of summing a bucket."""
-        seconds = self._costs.all_reduce_s(size, ranks)
-        carried = self._costs.uplink_bytes(size, ranks)
+        seconds, carried = self._costs.all_reduce_s(size, ranks), self._costs.uplink_bytes(size, ranks)
+        return self._collective(now_s, rank, place, ranks, seconds, carried)
+
+    def broadcast(self, now_s: float, rank: int, place: int, ranks: Sequence[int], size: int) -> Posted:
+        """``rank`` gives new values of parameters, or is there to get them."""
+        seconds = self._costs.broadcast_s(size, ranks)
+        carried = self._costs.broadcast_uplink_bytes(size, ranks)
+        return self._collective(now_s, rank, place, ranks, seconds, carried)
+
+    def _collective(
+        self, now_s: float, rank: int, place: int, ranks: Sequence[int], seconds: float, carried: float
+    ) -> Posted:
         islands = {self._costs.cluster.island(r) for r in ranks} if carried else set()
         posted = Posted(
             place,

@@ -123,7 +123,7 @@ class _Rank:
         rank = real.rank
         held = [p for p in costs.graph.parameters if rank in program.holders.get(p.name, ())]
         self.parameters = {p.name: torch.nn.Parameter(torch.zeros(1), p.trainable) for p in held}
-        self.optimizer_s = costs.optimizer_s(costs.trainable_bytes(self.parameters))
+        self.optimizer_s = costs.optimizer_s(costs.trainable_bytes(program.stepped(rank)))
         self.trains = any(i.kind is Kind.BACKWARD for i in program.order)
 
         def spend(operator: str, rows: int, backward: bool) -> None:
@@ -162,13 +162,15 @@ class _Rank:
                 p.grad = None
             self.engine.backward(iteration, dict.fromkeys(rows, 1.0), sync=True)
             self.engine.step(self.optimizer_s)
+            self.engine.share()
         return list(self.engine.marks)
 
 
 def _shrunk(program: Program) -> Program:
     """The same program with a number for each parameter: what the stubs' gradients are."""
     buckets = tuple(replace(b, bytes=4 * len(b.parameters), dtype="float32") for b in program.buckets)
-    return replace(program, buckets=buckets)
+    broadcasts = tuple(replace(b, bytes=4 * len(b.parameters), dtype="float32") for b in program.broadcasts)
+    return replace(program, buckets=buckets, broadcasts=broadcasts)
 
 
 def _timeline(program: Program, marks: Mapping[int, list[Mark]]) -> Timeline:

@@ -73,7 +73,9 @@ class EmulatedTransport:
             if i.kind in (Kind.ACTIVATION, Kind.GRADIENT):
                 sender, receiver = program.participants(i)
                 self._places[tag_of(i), sender, receiver] = place
-            elif i.kind in (Kind.EXCHANGE, Kind.REDUCE) and real.rank in program.participants(i):
+            elif i.kind in (Kind.EXCHANGE, Kind.REDUCE, Kind.BROADCAST) and real.rank in program.participants(
+                i
+            ):
                 collectives.append((place, i))
         self._collectives: Iterator[tuple[int, Instruction]] = cycle(collectives)
 
@@ -100,9 +102,7 @@ class EmulatedTransport:
         return _Incoming(self, self._real.receive(data, source, tag), posted, tensor, data, source)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Pending:
-        place, instruction = next(self._collectives)
-        assert ranks == self._program.participants(instruction), f"{instruction} over {ranks}"
-        now_s = self.clocks.take_turn(self.rank)
+        now_s, place, instruction = self._next(ranks)
         if instruction.kind is Kind.EXCHANGE:
             posted = self._network.exchange(now_s, self.rank, place, ranks)
         else:
@@ -111,7 +111,18 @@ class EmulatedTransport:
         return _Emulated(self, self._real.all_reduce(tensor, ranks), posted)
 
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Ranks) -> Pending:
-        raise AssertionError("an emulated step was taken apart: nothing is broadcast in it")
+        now_s, place, instruction = self._next(ranks)
+        # An emulated step was taken apart: no logs are broadcast in it.
+        assert instruction.kind is Kind.BROADCAST
+        size = self._program.broadcasts[instruction.index].bytes
+        posted = self._network.broadcast(now_s, self.rank, place, ranks, size)
+        return _Emulated(self, self._real.broadcast(tensor, source, ranks), posted)
+
+    def _next(self, ranks: Ranks) -> tuple[float, int, Instruction]:
+        """In turn, this rank's next collective: when, where in the program, and which."""
+        place, instruction = next(self._collectives)
+        assert ranks == self._program.participants(instruction), f"{instruction} over {ranks}"
+        return self.clocks.take_turn(self.rank), place, instruction
 
     def _post(self, tensor: torch.Tensor, source: int, target: int, tag: int) -> tuple[float, Posted]:
         """In turn, one end of a message; when that was."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightning_spindle.cluster import Cluster
-from lightning_spindle.costs import MeasuredCosts
+from lightning_spindle.costs import FULL, MeasuredCosts, State
 from lightning_spindle.estimate.samples import Samples
 from lightning_spindle.graph import Layout, MetaGraph, MetaOp, OperatorGraph
 from lightning_spindle.planner.curves import fit, valid_allocations
@@ -76,7 +76,8 @@ def planning_problem(
     cluster: Cluster,
     *,
     any_allocation: bool = False,
-    state_factor: float = 4.0,
+    state: State = FULL,
+    shard_optimizer_state: bool = False,
 ) -> PlanningProblem:
     """MetaOps with the times of one layer at each valid allocation.
 
@@ -86,9 +87,6 @@ def planning_problem(
     number of devices (1 always among them), with ``any_allocation`` every n up to B; the time of
     one whose rows were not measured comes from the MetaOp's piecewise α-β curve (appendix A).
     MetaOps that see the whole batch or are pinned have one device.
-
-    A frozen parameter has neither gradient nor optimizer state, so it counts as its bytes over
-    ``state_factor``.
 
     Raises:
         ValueError: an operator was not measured; names it.
@@ -101,12 +99,10 @@ def planning_problem(
         tuple(_planned(m, graph, samples, cluster.devices, any_allocation, names) for m in present),
         cluster,
         tuple(f for f in metagraph.flows if f.source in names and f.target in names),
-        tuple(
-            (p.name, p.bytes if p.trainable else round(p.bytes / state_factor))
-            for p in graph.parameters
-            if p.name in used
-        ),
-        state_factor,
+        tuple((p.name, p.bytes) for p in graph.parameters if p.name in used),
+        frozenset(p.name for p in graph.parameters if p.name in used and not p.trainable),
+        state,
+        shard_optimizer_state,
     )
 
 

@@ -16,8 +16,8 @@ from heapq import nsmallest
 from itertools import accumulate, combinations
 from math import comb
 
-from lightning_spindle.cluster import Cluster
 from lightning_spindle.planner.memory import Memory, Need, bit_set
+from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.sync import SYNC_WEIGHT, Sync
 from lightning_spindle.planner.transfers import BOTH_WAYS, Inputs, arranged, transfer_ms
 
@@ -74,9 +74,9 @@ class _View:
         self.moved = [0] * len(free)
         for _, _, held in self.inputs:
             self.moved = [count + (d not in held) for count, d in zip(self.moved, free, strict=True)]
-        self.missing = need.missing.tolist()
+        self.missing = need.state_bytes.tolist()
         self.left = memory.left_after(need).tolist()
-        self.added = _Added(need, self.cluster)
+        self.added = _Added(need, memory.problem)
 
     def windows(self) -> Groups:
         """Short list by sums over the devices, then compared as ``key`` does; then the others."""
@@ -131,7 +131,7 @@ class _View:
         keys = list(zip((round(c, 9) for c in self.cost), self.moved, missing, at, strict=True))
         near = [i for *_, i in nsmallest(self.n, keys)]
         found = [tuple(sorted(self.free[i] for i in near))]
-        if self.need.parameters or self.need.activation_bytes:
+        if self.need.state_bytes.any() or self.need.activation_bytes:
             found.append(
                 tuple(sorted(d for _, d in nsmallest(self.n, ((-self.left[d], d) for d in self.free))))
             )
@@ -196,8 +196,8 @@ class _View:
 class _Added:
     """How much the synchronisation grows when a group holds the parameters of a run too."""
 
-    def __init__(self, need: Need, cluster: Cluster) -> None:
-        self.sync = Sync(cluster)
+    def __init__(self, need: Need, problem: PlanningProblem) -> None:
+        self.sync = Sync(problem)
         self.parts = [(holders, size) for holders, size in need.parameters if size > 0]
         self.before = self._ms(0)
         self.bytes = sum(size for _, size in self.parts)

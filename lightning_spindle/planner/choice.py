@@ -15,7 +15,7 @@ from lightning_spindle.graph import MetaGraph, OperatorGraph
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner import PLANNERS
 from lightning_spindle.planner.problem import PlanningProblem
-from lightning_spindle.program import Program, holders, lower, place_plan
+from lightning_spindle.program import Program, holders, lower, owners, place_plan
 from lightning_spindle.simulate import simulate
 
 
@@ -27,11 +27,13 @@ class Workload:
     graph: OperatorGraph
     costs: Costs
     trainable: frozenset[str]
+    shard_optimizer_state: bool = False
 
     def program(self, plan: ExecutionPlan) -> Program:
         runs = place_plan(plan, self.metagraph, self.graph)
         held = holders([(runs, self.graph)])
-        return lower(runs, self.graph, plan.devices, held, trainable=self.trainable)
+        owned = owners(self.graph.parameters, held) if self.shard_optimizer_state else {}
+        return lower(runs, self.graph, plan.devices, held, trainable=self.trainable, owners=owned)
 
     def iteration_ms(self, plan: ExecutionPlan) -> float:
         """Simulated time of one iteration, from first forward to the last rank's optimizer step."""

@@ -1,8 +1,8 @@
 """Who holds which parameters, and what each device has left (paper, section 3.5).
 
-A device holds each parameter of its runs once, with gradient and optimizer state, and its part
-of their activations. All tasks' activations are alive between the forwards and the backwards,
-so nothing that was placed is ever given back.
+A device holds each parameter of its runs once, with gradient and optimizer state (or its share of that,
+where holders divide it), and its part of their activations. All tasks' activations are alive between the
+forwards and the backwards, so nothing that was placed is ever given back.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ Bytes = NDArray[np.float64]
 class Need:
     """What a run needs of each of its devices.
 
-    ``parameters``: (holders so far as a bit set, bytes of parameters) for each set of holders.
-    A device that is not among them must take those bytes, times the state factor; ``missing``
-    sums them for each device.
+    ``parameters``: (holders so far as a bit set, bytes of trainable parameters) for each set of holders.
+    ``state_bytes``: what each device would have to take of parameters that it does not hold, with
+    gradients and optimizer state. Where holders divide that, it is what is left of it when the run's
+    devices have joined, or more: nobody's grows by it.
     """
 
     parameters: tuple[tuple[int, float], ...]
     activation_bytes: float
-    missing: Bytes
+    state_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Booked:
+    """How things stood before a booking: holders of its parameters, and bytes used."""
+
+    holders: dict[str, int]
+    used: Bytes
 
 
 class Memory:
@@ -46,20 +55,19 @@ class Memory:
 
     def need(self, run: UnplacedRun) -> Need:
         op = self.problem.metaop(run.metaop)
-        tensor = op.configuration(run.n).tensor
-        by_holders: dict[int, float] = {}
-        for name in self._parameters(run):
-            holders = self.holders.get(name, 0)
-            by_holders[holders] = by_holders.get(holders, 0.0) + self.sizes.get(name, 0) / tensor
-        missing = np.zeros(self.problem.devices)
-        for holders, size in sorted(by_holders.items()):
-            missing += size * (1 - bits(holders, self.problem.devices))
+        trained, frozen = self._by_holders(run)
+        state = np.zeros(self.problem.devices)
+        for holders, size in sorted(trained.items()):
+            after = max(run.n, holders.bit_count() + 1)
+            state += self.problem.state_factor(after) * size * self._others(holders)
+        for holders, size in sorted(frozen.items()):
+            state += size * self._others(holders)
         activations = op.activation_bytes * (run.last - run.first) / run.n
-        return Need(tuple(sorted(by_holders.items())), activations, missing)
+        return Need(tuple(sorted(trained.items())), activations, state)
 
     def bytes_on(self, need: Need, device: int) -> float:
         """What the device would hold more, were the run placed there."""
-        return float(self.problem.state_factor * need.missing[device] + need.activation_bytes)
+        return float(need.state_bytes[device] + need.activation_bytes)
 
     def available(self, device: int) -> float:
         """Bytes left; without a known capacity only differences between devices mean something."""
@@ -68,7 +76,7 @@ class Memory:
     def left_after(self, need: Need) -> Bytes:
         """Bytes that each device would have left, were the run placed there."""
         capacity = self.problem.cluster.memory_bytes or 0
-        return capacity - self.used - self.problem.state_factor * need.missing - need.activation_bytes
+        return capacity - self.used - need.state_bytes - need.activation_bytes
 
     def fits(self, need: Need, device: int) -> bool:
         limited = self.problem.cluster.memory_bytes is not None
@@ -81,24 +89,45 @@ class Memory:
         has_room = (self.left_after(need) >= 0.0).tolist()
         return [d for d in devices if has_room[d]]
 
-    def take(self, run: UnplacedRun, devices: tuple[int, ...]) -> tuple[dict[str, int], dict[int, float]]:
+    def take(self, run: UnplacedRun, devices: tuple[int, ...]) -> Booked:
         """Books the run; returns what ``give_back`` needs to undo it."""
-        need = self.need(run)
-        used = {d: float(self.used[d]) for d in devices}
-        at = list(devices)
-        self.used[at] += self.problem.state_factor * need.missing[at] + need.activation_bytes
-        names = self._parameters(run)
-        holders = {name: self.holders.get(name, 0) for name in names}
+        before = Booked({name: self.holders.get(name, 0) for name in self._parameters(run)}, self.used)
         group = bit_set(devices)
-        for name in names:
-            self.holders[name] = holders[name] | group
-        return holders, used
+        joined = bits(group, self.problem.devices)
+        trained, frozen = self._by_holders(run)
+        used = self.used + self.need(run).activation_bytes * joined
+        for holders, size in sorted(trained.items()):
+            used += self._state_bytes(size, holders | group) - self._state_bytes(size, holders)
+        for holders, size in sorted(frozen.items()):
+            used += size * joined * self._others(holders)
+        self.used = used
+        for name, holders in before.holders.items():
+            self.holders[name] = holders | group
+        return before
 
-    def give_back(self, booked: tuple[dict[str, int], dict[int, float]]) -> None:
-        holders, used = booked
-        self.holders.update(holders)
-        for d, before in used.items():
-            self.used[d] = before
+    def give_back(self, booked: Booked) -> None:
+        """Undoes the last booking that was not undone."""
+        self.holders.update(booked.holders)
+        self.used = booked.used
+
+    def _state_bytes(self, size: float, holders: int) -> Bytes:
+        """What trainable parameters take on each device."""
+        factor = self.problem.state_factor(max(1, holders.bit_count()))
+        return np.multiply(factor * size, bits(holders, self.problem.devices), dtype=np.float64)
+
+    def _others(self, holders: int) -> Bytes:
+        """1 for each device that is no holder."""
+        return np.subtract(1.0, bits(holders, self.problem.devices), dtype=np.float64)
+
+    def _by_holders(self, run: UnplacedRun) -> tuple[dict[int, float], dict[int, float]]:
+        """Bytes on a device of a run's parameters, by their holders so far: trainable ones, frozen ones."""
+        op = self.problem.metaop(run.metaop)
+        tensor = op.configuration(run.n).tensor
+        found: tuple[dict[int, float], dict[int, float]] = {}, {}
+        for name in self._parameters(run):
+            holders, of = self.holders.get(name, 0), found[name in self.problem.frozen]
+            of[holders] = of.get(holders, 0.0) + self.sizes.get(name, 0) / tensor
+        return found
 
     def _parameters(self, run: UnplacedRun) -> tuple[str, ...]:
         key = (run.metaop, run.first, run.last)

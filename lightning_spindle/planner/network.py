@@ -57,14 +57,14 @@ class Network:
         self.island = np.array([problem.cluster.island(d) for d in range(problem.devices)])
         self.near = np.equal.outer(np.arange(self.island[-1] + 1), self.island).astype(float)
         self.windows = list(self._windows())
-        self.sync = Sync(problem.cluster)
-        self.parameters = self._parameters()
+        self.sync = Sync(problem)
+        self.parameters, self.frozen = self._parameters()
         self.activations = [
             problem.metaop(r.metaop).activation_bytes * (r.last - r.first) / r.n for r in self.runs
         ]
 
-    def _parameters(self) -> list[tuple[tuple[int, ...], float]]:
-        """(runs that use them, bytes on a device): parameters with the same users as one."""
+    def _parameters(self) -> tuple[list[tuple[tuple[int, ...], float]], ...]:
+        """(runs that use them, bytes on a device), those of the same users as one; frozen ones apart."""
         users: dict[str, list[int]] = {}
         sizes: dict[str, float] = dict(self.problem.parameter_bytes)
         shards: dict[str, float] = {}
@@ -74,10 +74,12 @@ class Network:
                 users.setdefault(name, []).append(i)
                 shard = sizes.get(name, 0) / op.configuration(r.n).tensor
                 shards[name] = max(shards.get(name, 0.0), shard)
-        together: dict[tuple[int, ...], float] = {}
+        trained: dict[tuple[int, ...], float] = {}
+        frozen: dict[tuple[int, ...], float] = {}
         for name, indices in sorted(users.items()):
+            together = frozen if name in self.problem.frozen else trained
             together[tuple(indices)] = together.get(tuple(indices), 0.0) + shards[name]
-        return [(indices, size) for indices, size in sorted(together.items()) if size > 0]
+        return tuple([(i, size) for i, size in sorted(of.items()) if size > 0] for of in (trained, frozen))
 
     def _links(self) -> list[DataLink]:
         flows = flow_bytes(self.problem.flows)
@@ -124,9 +126,7 @@ class Network:
         held = [bit_set(group) for group in devices]
         total = 0.0
         for users, size in self.parameters:
-            holders = 0
-            for i in users:
-                holders |= held[i]
+            holders = _union(held, users)
             total += size * self.sync.seconds_a_byte(holders)
         return 1e3 * total
 
@@ -136,10 +136,10 @@ class Network:
         held = [bit_set(group) for group in devices]
         used = np.zeros(count)
         for users, size in self.parameters:
-            holders = 0
-            for i in users:
-                holders |= held[i]
-            used += self.problem.state_factor * size * bits(holders, count)
+            holders = _union(held, users)
+            used += self.problem.state_factor(holders.bit_count()) * size * bits(holders, count)
+        for users, size in self.frozen:
+            used += size * bits(_union(held, users), count)
         for members, activation_bytes in zip(held, self.activations, strict=True):
             if activation_bytes:
                 used += activation_bytes * bits(members, count)
@@ -157,3 +157,11 @@ class Network:
                     return False
                 busy_ms[d] = run.end_ms
         return True
+
+
+def _union(held: Sequence[int], runs: Iterable[int]) -> int:
+    """Devices of any of the runs, as a bit set."""
+    found = 0
+    for i in runs:
+        found |= held[i]
+    return found

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from lightning_spindle.plan import Run
 from lightning_spindle.planner.candidates import Groups, rank
-from lightning_spindle.planner.memory import Memory
+from lightning_spindle.planner.memory import Booked, Memory
 from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.planner.relabel import relabel
 from lightning_spindle.planner.sync import SYNC_WEIGHT
@@ -150,7 +150,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Undo:
-    booked: tuple[dict[str, int], dict[int, float]]
+    booked: Booked
     busy: tuple[tuple[int, float], ...]
     at: tuple[int, ...] | None
     pin: str | None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spindle.cluster import Cluster
+from lightning_spindle.costs.state import FULL, State
 from lightning_spindle.graph import Flow, Layout
 from lightning_spindle.plan import Configuration
 
@@ -80,8 +81,11 @@ class PlanningProblem:
     cluster: Cluster
     flows: tuple[Flow, ...] = ()
     parameter_bytes: tuple[tuple[str, int], ...] = ()
-    state_factor: float = 4.0
-    """Bytes held for each parameter byte: parameter, gradient and optimizer state."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters without gradient and optimizer state."""
+    state: State = FULL
+    shard_optimizer_state: bool = False
+    """Whether the holders of a parameter divide its optimizer state among themselves."""
     _by_name: Mapping[str, PlannedOp] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,13 @@ class PlanningProblem:
     @property
     def devices(self) -> int:
         return self.cluster.devices
+
+    def state_factor(self, holders: int) -> float:
+        """Bytes that each of so many holders keeps for each byte of a trainable parameter.
+
+        Whole parameters are shared out by size, so that of a few large ones a holder may keep more.
+        """
+        return (self.state.sharded(holders, 1) if self.shard_optimizer_state else self.state).total
 
 
 def load_cell(path: str | Path) -> PlanningProblem:

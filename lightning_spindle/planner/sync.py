@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lightning_spindle.cluster import Cluster
 from lightning_spindle.plan import Run
 from lightning_spindle.planner.memory import Memory, bits
 from lightning_spindle.planner.problem import PlanningProblem
@@ -22,11 +21,13 @@ FULL_SYNC_WEIGHT = 1.0
 class Sync:
     """All-reduce time of parameters: 2 (k - 1)/k of their bytes, over the slowest link.
 
-    Across islands the island with the fewest members decides.
+    Where holders divide optimizer state, half as much again: their new values are gathered. Across
+    islands the island with the fewest members decides.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.cluster = problem.cluster
+        self.passes = 3.0 if problem.shard_optimizer_state else 2.0
         self.known: dict[int, float] = {}
 
     def seconds_a_byte(self, holders: int) -> float:
@@ -55,7 +56,7 @@ class Sync:
         rate = cluster.inside.bytes_per_s
         if fewest:
             rate = min(rate, cluster.crossing_bytes_per_s(fewest), cluster.uplink_bytes_per_s)
-        return 2.0 * (k - 1) / k / rate
+        return self.passes * (k - 1) / k / rate
 
 
 def sync_per_device_ms(runs: Iterable[Run], problem: PlanningProblem) -> tuple[float, ...]:
@@ -66,8 +67,10 @@ def sync_per_device_ms(runs: Iterable[Run], problem: PlanningProblem) -> tuple[f
         memory.take(unplaced, r.devices)
     by_holders: dict[int, float] = {}
     for name, holders in memory.holders.items():
+        if name in problem.frozen:
+            continue
         by_holders[holders] = by_holders.get(holders, 0.0) + memory.sizes.get(name, 0)
-    sync, total = Sync(problem.cluster), np.zeros(problem.devices)
+    sync, total = Sync(problem), np.zeros(problem.devices)
     for holders, size in sorted(by_holders.items()):
         total += 1e3 * size * sync.seconds_a_byte(holders) * bits(holders, problem.devices)
     return tuple(total.tolist())

@@ -22,13 +22,15 @@ class Kind(StrEnum):
     """The gradient of what ACTIVATION carried goes back the same way."""
     REDUCE = "R"
     """A bucket of gradients is summed over its parameter device group."""
+    BROADCAST = "P"
+    """After the optimizer's step, new values of parameters go from their owner to the other holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of the global order.
 
-    ``index`` is a run (F, B), an edge (A, G) or a bucket (R). ``source`` and ``target`` are
+    ``index`` is a run (F, B), an edge (A, G), a bucket (R) or a broadcast (P). ``source`` and ``target`` are
     shards of the edge's runs; the direction of a GRADIENT is target to source. The text
     form parses back:
 
@@ -53,7 +55,7 @@ class Instruction:
     @classmethod
     def parse(cls, text: str) -> Instruction:
         """Raises ValueError where ``text`` is no instruction."""
-        match = re.fullmatch(r"X|([FBR])(\d+)|([AG])(\d+):(\d+)>(\d+)", text)
+        match = re.fullmatch(r"X|([FBRP])(\d+)|([AG])(\d+):(\d+)>(\d+)", text)
         if match is None:
             raise ValueError(f"{text!r} is no instruction")
         single, index, message, edge, source, target = match.groups()

@@ -8,14 +8,17 @@ received cannot deadlock. ``simulate.check_deadlock`` proves it for each program
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from lightning_spindle.graph import Layout, OperatorGraph
 from lightning_spindle.program.instructions import Instruction, Kind
 from lightning_spindle.program.pooling import most_groups, pooled
-from lightning_spindle.program.program import Bucket, Edge, Program, ProgramRun
+from lightning_spindle.program.program import Broadcast, Bucket, Edge, Program, ProgramRun
 
 BUCKET_BYTES = 25 * 2**20
+
+_Key = TypeVar("_Key")
 
 
 def lower(
@@ -27,6 +30,7 @@ def lower(
     trainable: Iterable[str] | None,
     bucket_bytes: int = BUCKET_BYTES,
     groups: int | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> Program:
     """The program of placed runs.
 
@@ -36,6 +40,8 @@ def lower(
         trainable: parameters that get gradients; None for a forward-only program.
         groups: at most so many parameter device groups besides that of all devices
             (default: ``pooling.most_groups``).
+        owners: parameter to the holder that alone steps it, and then gives the others its new values;
+            each holder steps those that are not named (``ownership.owners``).
 
     Raises:
         ValueError: gradients would flow through an operator that runs on every rank.
@@ -47,12 +53,16 @@ def lower(
     order = _forward_order(runs, edges)
     order.append(Instruction(Kind.EXCHANGE))
     buckets: tuple[Bucket, ...] = ()
+    broadcasts: tuple[Broadcast, ...] = ()
     if trainable is not None:
         used = _users(runs, graph, trains.intersection(held).intersection(graph.parameter_map()))
         pool = _pool(used, held, graph, devices, most_groups(devices) if groups is None else groups)
         buckets = _buckets(used, held, graph, pool, bucket_bytes)
         order += _backward_order(runs, edges, buckets)
-    return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held))
+        broadcasts = _broadcasts(buckets, owners or {}, graph, bucket_bytes)
+        order += [Instruction(Kind.BROADCAST, b.index) for b in broadcasts]
+    owned = dict(owners or {})
+    return Program(devices, tuple(runs), edges, buckets, tuple(order), dict(held), owned, broadcasts)
 
 
 def _check_everywhere(graph: OperatorGraph, trains: frozenset[str], gradients: frozenset[str]) -> None:
@@ -174,18 +184,8 @@ def _buckets(
     """Parameters of equal holders and dtype, packed in the order in which backward finishes them."""
     parameters = graph.parameter_map()
     finished = sorted(used, key=lambda p: (-min(used[p], default=0), p))
-    filling: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    packed: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
-    for p in finished:
-        if len(held[p]) < 2:
-            continue
-        bucket = filling.setdefault((held[p], parameters[p].dtype), [])
-        size = sum(parameters[q].bytes for q in bucket)
-        if bucket and size + parameters[p].bytes > bucket_bytes:
-            packed.append((held[p], tuple(bucket)))
-            bucket.clear()
-        bucket.append(p)
-    packed += [(holders, tuple(bucket)) for (holders, _), bucket in filling.items()]
+    shared = [p for p in finished if len(held[p]) > 1]
+    packed = _packed(shared, lambda p: (held[p], parameters[p].dtype), graph, bucket_bytes)
     return tuple(
         Bucket(
             i,
@@ -193,7 +193,36 @@ def _buckets(
             names,
             sum(parameters[p].bytes for p in names),
             tuple(sorted({r for p in names for r in used[p]})),
-            parameters[names[0]].dtype,
+            dtype,
         )
-        for i, (holders, names) in enumerate(packed)
+        for i, ((holders, dtype), names) in enumerate(packed)
     )
+
+
+def _broadcasts(
+    buckets: Iterable[Bucket], owners: Mapping[str, int], graph: OperatorGraph, bucket_bytes: int
+) -> tuple[Broadcast, ...]:
+    """Parameters of equal owner, group and dtype, packed in the order in which their gradients are summed."""
+    parameters = graph.parameter_map()
+    groups = {p: bucket.devices for bucket in buckets for p in bucket.parameters if p in owners}
+    packed = _packed(groups, lambda p: (owners[p], groups[p], parameters[p].dtype), graph, bucket_bytes)
+    return tuple(
+        Broadcast(i, source, devices, names, sum(parameters[p].bytes for p in names), dtype)
+        for i, ((source, devices, dtype), names) in enumerate(packed)
+    )
+
+
+def _packed(
+    names: Iterable[str], key: Callable[[str], _Key], graph: OperatorGraph, most_bytes: int
+) -> list[tuple[_Key, tuple[str, ...]]]:
+    """Parameters of equal key together, in their order; a larger one than ``most_bytes`` goes alone."""
+    parameters = graph.parameter_map()
+    filling: dict[_Key, list[str]] = {}
+    packed: list[tuple[_Key, tuple[str, ...]]] = []
+    for p in names:
+        filled = filling.setdefault(key(p), [])
+        if filled and sum(parameters[q].bytes for q in filled) + parameters[p].bytes > most_bytes:
+            packed.append((key(p), tuple(filled)))
+            filled.clear()
+        filled.append(p)
+    return packed + [(of, tuple(filled)) for of, filled in filling.items()]

@@ -8,7 +8,7 @@ multiple of n nest. A message whose row ranges do not meet is skipped by both en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_spindle.graph import Layout
 from lightning_spindle.program.instructions import Instruction, Kind
@@ -71,8 +71,28 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Parameters whose optimizer state one device keeps, and whose new values it gives to their holders.
+
+    ``devices`` are the holders, or a wider group of the pool, whose other devices forget what they get.
+    ``bytes`` of the values, all of ``dtype``.
+    """
+
+    index: int
+    source: int
+    devices: tuple[int, ...]
+    parameters: tuple[str, ...]
+    bytes: int
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
-    """One iteration, for all ranks. ``holders``: devices that hold each parameter."""
+    """One iteration, for all ranks.
+
+    ``holders``: devices that hold each parameter. ``owners``: the one of them that steps it; a parameter
+    that has none is stepped by all its holders.
+    """
 
     devices: int
     runs: tuple[ProgramRun, ...]
@@ -80,6 +100,14 @@ class Program:
     buckets: tuple[Bucket, ...]
     order: tuple[Instruction, ...]
     holders: Mapping[str, tuple[int, ...]]
+    owners: Mapping[str, int] = field(default_factory=dict)
+    broadcasts: tuple[Broadcast, ...] = ()
+
+    def stepped(self, rank: int) -> tuple[str, ...]:
+        """The parameters that a rank steps, and keeps the optimizer state of."""
+        return tuple(
+            p for p, ranks in self.holders.items() if rank in ranks and self.owners.get(p, rank) == rank
+        )
 
     def participants(self, instruction: Instruction) -> tuple[int, ...]:
         """The ranks that execute an instruction; for a message the sender comes first."""
@@ -93,6 +121,8 @@ class Program:
                 return (source, target) if instruction.kind is Kind.ACTIVATION else (target, source)
             case Kind.REDUCE:
                 return self.buckets[instruction.index].devices
+            case Kind.BROADCAST:
+                return self.broadcasts[instruction.index].devices
             case Kind.EXCHANGE:
                 return tuple(range(self.devices))
 
@@ -115,7 +145,10 @@ class Program:
         return max(a, c), min(b, d)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The pool: groups over which gradients are summed, in one order for all ranks."""
+        """The pool: groups over which gradients are summed, in one order for all ranks.
+
+        Values are broadcast over the same ones.
+        """
         return tuple(sorted({b.devices for b in self.buckets}))
 
     def task(self, instruction: Instruction) -> str:
@@ -128,7 +161,7 @@ class Program:
             case Kind.REDUCE:
                 tasks = {self.runs[r].task for r in self.buckets[instruction.index].runs}
                 return tasks.pop() if len(tasks) == 1 else ""
-            case Kind.EXCHANGE:
+            case Kind.EXCHANGE | Kind.BROADCAST:
                 return ""
 
     def label(self, instruction: Instruction) -> str:
@@ -143,6 +176,8 @@ class Program:
                 return f"{what}, {sender} to {receiver}"
             case Kind.REDUCE:
                 return f"gradients of {len(self.buckets[instruction.index].parameters)} parameters"
+            case Kind.BROADCAST:
+                return f"new values of {len(self.broadcasts[instruction.index].parameters)} parameters"
             case Kind.EXCHANGE:
                 return "losses and logged values"
 
@@ -158,6 +193,9 @@ class Program:
                 what = f"{edge.value} for {run.label}, rank {ranks[0]} to rank {ranks[1]}"
             case Kind.REDUCE:
                 what = f"gradients of {self.buckets[instruction.index].parameters[0]} … over ranks {ranks}"
+            case Kind.BROADCAST:
+                given = self.broadcasts[instruction.index]
+                what = f"values of {given.parameters[0]} … from rank {given.source} to ranks {ranks}"
             case Kind.EXCHANGE:
                 what = "loss and logged values, all ranks"
         return f"{instruction} ({what})"

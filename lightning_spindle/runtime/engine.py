@@ -8,7 +8,8 @@ it is done. Nothing here knows Lightning, and all communication goes through a t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_spindle.runtime.messages import Messenger, Received, Signature
 from lightning_spindle.runtime.objects import broadcast_object
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rows import Rows, cut, join, meeting, summed
+from lightning_spindle.runtime.sharding import broadcast_values
 from lightning_spindle.runtime.transport import Transport, everyone
 from lightning_spindle.timeline import Category
 
@@ -36,6 +38,7 @@ _CATEGORY = {
     Kind.BACKWARD: Category.BACKWARD,
     Kind.GRADIENT: Category.TRANSFER,
     Kind.REDUCE: Category.SYNC,
+    Kind.BROADCAST: Category.SYNC,
 }
 
 
@@ -96,8 +99,9 @@ class Engine:
         self.program, self.digest = program, digest
         order = program.rank(self._transport.rank)
         backward = (Kind.BACKWARD, Kind.GRADIENT, Kind.REDUCE)
-        self._forwards = tuple(i for i in order if i.kind not in backward)
         self._backwards = tuple(i for i in order if i.kind in backward)
+        self._broadcasts = tuple(i for i in order if i.kind is Kind.BROADCAST)
+        self._forwards = tuple(i for i in order if i.kind not in (*backward, Kind.BROADCAST))
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
         self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
@@ -154,14 +158,25 @@ class Engine:
         iteration.runs.clear()
         iteration.received.clear()
 
+    def share(self) -> None:
+        """Owners give the new values of parameters to their other holders; after the optimizer's step."""
+        self._lap(None, Category.OPTIMIZER)
+        pending = []
+        for instruction in self._broadcasts:
+            with self._executing(instruction):
+                broadcast = self.program.broadcasts[instruction.index]
+                pending.append(broadcast_values(broadcast, self._parameters, self._transport, self._device))
+        for values in pending:
+            values.finish()
+        self._lap(None, Category.SYNC)
+
     def _execute(
         self,
         instruction: Instruction,
         iteration: Iteration,
         seeds: Mapping[str, float | torch.Tensor] | None = None,
     ) -> None:
-        self._clock_s = time.perf_counter()
-        try:
+        with self._executing(instruction):
             match instruction.kind:
                 case Kind.FORWARD:
                     self._forward(instruction, iteration)
@@ -177,6 +192,13 @@ class Engine:
                     bucket = self.program.buckets[instruction.index]
                     pending = reduce_bucket(bucket, self._parameters, self._transport, self._device)
                     iteration.buckets.append(pending)
+
+    @contextmanager
+    def _executing(self, instruction: Instruction) -> Iterator[None]:
+        """Inside, an instruction is timed, and named by what it raises."""
+        self._clock_s = time.perf_counter()
+        try:
+            yield
         except Exception as e:
             where = self.program.describe(instruction)
             raise InstructionError(f"rank {self._transport.rank}, {where}: {type(e).__name__}: {e}") from e

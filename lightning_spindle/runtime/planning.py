@@ -71,6 +71,7 @@ class Planner:
     processes_per_node: int
     show_progress: bool
     optimizer: torch.optim.Optimizer | None
+    shard_optimizer_state: bool
 
     def __call__(
         self, model: nn.Module, captured: Capture, metagraph: MetaGraph, batches: Mapping[str, Any]
@@ -116,9 +117,17 @@ class Planner:
         )
         plan = None
         if self.transport.rank == 0:
-            problem = planning_problem("fit", metagraph, captured.graph, samples, cluster)
+            problem = planning_problem(
+                "fit",
+                metagraph,
+                captured.graph,
+                samples,
+                cluster,
+                shard_optimizer_state=self.shard_optimizer_state,
+            )
             trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-            plan = self._plan(problem, Workload(metagraph, captured.graph, costs, trainable))
+            workload = Workload(metagraph, captured.graph, costs, trainable, self.shard_optimizer_state)
+            plan = self._plan(problem, workload)
         return Planned(shared_plan(plan, self.transport, self.device), costs)
 
     def _optimizer_s_per_byte(self, model: nn.Module) -> float:

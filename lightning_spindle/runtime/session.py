@@ -106,6 +106,7 @@ class Ground:
     device: torch.device
     operators: tuple[type[nn.Module], ...]
     seed: int
+    shard_optimizer_state: bool
 
     def capture(self, step: str, example: StepExample) -> Capture:
         """A step taken apart, of which all ranks must find the same (collective).
@@ -183,6 +184,7 @@ def build_session(
     *,
     operators: tuple[type[nn.Module], ...] = (),
     seed: int = 0,
+    shard_optimizer_state: bool = False,
 ) -> Session:
     """Captures, plans, lowers and localises; a collective call.
 
@@ -194,7 +196,7 @@ def build_session(
     """
     require_agreement("the model", _outline(model), transport, device)
     broadcast_tensors([*model.parameters(), *model.buffers()], transport)
-    ground = Ground(model, transport, device, operators, seed)
+    ground = Ground(model, transport, device, operators, seed, shard_optimizer_state)
     captures = {step: ground.capture(step, example) for step, example in examples.items()}
     trained = captures.get(TRAIN)
     planned, metagraph = None, None
@@ -210,6 +212,8 @@ def build_session(
     written = written_buffers(model, captures, placed)
     state = LocalisedModel(model, held, written, transport, device)
     used = {} if trained is None else trained.graph.parameter_map()
+    if shard_optimizer_state:
+        state.share_out(used.values())
     mine = {n: p for n, p in model.named_parameters() if state.holds(n)}
     steps = {
         step: ground.step(

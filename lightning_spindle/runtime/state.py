@@ -8,13 +8,15 @@ is not here raises instead of giving a wrong number.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_spindle.graph import Parameter
+from lightning_spindle.program import owners
 from lightning_spindle.runtime.objects import broadcast_object, broadcast_tensors, gather_objects
 from lightning_spindle.runtime.transport import Transport, everyone
 
@@ -43,6 +45,7 @@ class LocalisedModel:
         self._device = device
         self._written = dict(sorted(written.items()))
         self._held = {name: held.get(name, everyone(transport)) for name, _ in model.named_parameters()}
+        self._owners: dict[str, int] = {}
         self._complete = True
 
     @property
@@ -79,12 +82,26 @@ class LocalisedModel:
         self._written = dict(sorted((self._written | dict(written)).items()))
         return before
 
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """Parameter to the only one of its holders that steps it; a parameter not named is stepped by all."""
+        return self._owners
+
+    def share_out(self, parameters: Iterable[Parameter]) -> None:
+        """Gives each of ``parameters`` an owner, alike on every rank; who has one keeps it."""
+        self._owners = owners(parameters, self._held, self._owners)
+
     def owner(self, name: str) -> int:
-        """The rank whose copy of a parameter is saved."""
-        return self._held[name][0]
+        """The rank whose copy of a parameter, and of its optimizer state, is saved."""
+        return self._owners.get(name, self._held[name][0])
 
     def holds(self, name: str) -> bool:
         return self._transport.rank in self._held[name]
+
+    def steps(self, name: str) -> bool:
+        """Whether this rank steps a parameter, and keeps its optimizer state."""
+        rank = self._transport.rank
+        return rank in self._held[name] and self._owners.get(name, rank) == rank
 
     def localise(self) -> None:
         """Drops what this rank does not hold; gradients go with it."""
@@ -166,12 +183,12 @@ class LocalisedOptimizer:
         return self._groups
 
     def localise(self) -> None:
-        """Takes the parameters that are elsewhere, and their state, out of the groups."""
+        """Takes the parameters that are elsewhere out of the groups, and the state of what others step."""
         for group, complete, options in zip(
             self._optimizer.param_groups, self._complete, self._options, strict=True
         ):
             for parameter in complete:
-                if not self._holds(parameter):
+                if not self.steps(parameter):
                     self._optimizer.state.pop(parameter, None)
             group["params"][:] = [p for p in complete if self._holds(p)]
             if options is not None:
@@ -223,6 +240,10 @@ class LocalisedOptimizer:
             self._options.append(copy.copy(group.get("param_names")))
             self._complete.append(list(group["params"]))
 
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank steps a parameter, and keeps its state."""
+        return self._model.steps(self._names[id(parameter)])
+
     def _holds(self, parameter: nn.Parameter) -> bool:
         return self._model.holds(self._names[id(parameter)])
 
@@ -232,7 +253,9 @@ class LocalisedOptimizer:
         Args:
             before: parameters that got new holders, with those that they had.
         """
-        own = {self._names[id(p)]: p for complete in self._complete for p in complete}
+        named = {self._names[id(p)]: p for complete in self._complete for p in complete}
+        # One that has an owner keeps it, and with it its state.
+        own = {name: p for name, p in named.items() if name not in self._model.owners}
         self.localise()
         for source in sorted({ranks[0] for name, ranks in before.items() if name in own}):
             names = [name for name, ranks in before.items() if ranks[0] == source and name in own]

@@ -57,7 +57,9 @@ class Programs:
         if trainable not in self._programs:
             own = self._graph.parameter_map()
             graph = replace(self._graph, parameters=tuple((dict(self._trained) | own).values()))
-            program = lower(self._runs, graph, self._devices, held, trainable=trainable)
+            program = lower(
+                self._runs, graph, self._devices, held, trainable=trainable, owners=self._state.owners
+            )
             check_deadlock(program)
             self._programs[trainable] = program
         return self._programs[trainable]

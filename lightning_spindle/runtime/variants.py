@@ -229,6 +229,8 @@ def build(
     before = state.grow(held, written_buffers(ground.model, {name: captured}, {name: runs}))
     if name == TRAIN:
         session.trained.update(captured.graph.parameter_map() | session.trained)
+        if ground.shard_optimizer_state:
+            state.share_out(session.trained.values())
     for optimizer in optimizers:
         optimizer.grow(before, ground.transport, ground.device)
     session.parameters.update({n: p for n, p in ground.model.named_parameters() if state.holds(n)})

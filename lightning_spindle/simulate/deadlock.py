@@ -125,6 +125,8 @@ class _Needs:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.summing = {p: b.index for b in program.buckets for p in b.parameters}
+        """The bucket of each parameter."""
         self.arriving: dict[tuple[Kind, int, int], list[Instruction]] = {}
         """Messages by the kind, run and shard that wait for them."""
         for i in program.order:
@@ -147,6 +149,10 @@ class _Needs:
                 for r in self.program.buckets[index].runs
                 if rank in runs[r].devices
             ]
+        if kind is Kind.BROADCAST:
+            # The step comes in between, and needs the gradients.
+            given = self.program.broadcasts[index].parameters
+            return [Instruction(Kind.REDUCE, b) for b in sorted({self.summing[p] for p in given})]
         if kind is Kind.EXCHANGE:
             return ()
         run = self.program.runs[index]

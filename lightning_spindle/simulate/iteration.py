@@ -27,7 +27,8 @@ def simulate(program: Program, costs: Costs, rows: Mapping[str, int] | None = No
       have posted, beside computing, as the links allow (``Links``).
     * A bucket is summed when its last holder has posted it, beside computing, and takes its
       devices' links in both directions. The exchange of results waits for all ranks.
-    * At the end a rank waits for its messages and buckets, then runs its optimizer.
+    * At the end a rank waits for its messages and buckets, then runs its optimizer on what it steps.
+      New values are then broadcast as buckets are summed, and waited for.
     * What each device holds is followed (``Memory``).
 
     Args:
@@ -46,7 +47,7 @@ def simulate(program: Program, costs: Costs, rows: Mapping[str, int] | None = No
 class _Rank:
     """Where a rank stands."""
 
-    __slots__ = ("at", "computing", "done", "outstanding", "stalled_s", "started_s", "waits_for")
+    __slots__ = ("at", "computing", "done", "outstanding", "stalled_s", "started_s", "stepped", "waits_for")
 
     def __init__(self) -> None:
         self.at = 0
@@ -54,6 +55,7 @@ class _Rank:
         self.started_s = 0.0
         self.outstanding = 0
         """Messages and buckets that it posted and that are still under way."""
+        self.stepped = False
         self.stalled_s = 0.0
         self.waits_for: Key | str | None = None
         self.done = False
@@ -113,6 +115,8 @@ class _Simulation:
         while state.at < len(stream):
             step = stream[state.at]
             kind = step.instruction.kind
+            if kind is Kind.BROADCAST and not state.stepped:
+                break
             if kind is Kind.FORWARD or kind is Kind.BACKWARD:
                 key = (kind, step.instruction.index, rank)
                 if self.ready.missing.get(key):
@@ -132,7 +136,9 @@ class _Simulation:
                     self._meet(step, now_s)
                 return
             if kind is Kind.REDUCE:
-                self.memory.bucket_posted(step.instruction.index, rank, now_s)
+                self.memory.copied(self.program.buckets[step.instruction.index].bytes, rank, now_s)
+            elif kind is Kind.BROADCAST:
+                self.memory.copied(self.program.broadcasts[step.instruction.index].bytes, rank, now_s)
             state.outstanding += 1
             if last:
                 self.moving[step.transfer] = step
@@ -140,17 +146,21 @@ class _Simulation:
         self._wind_up(rank, now_s)
 
     def _wind_up(self, rank: int, now_s: float) -> None:
-        """After the last instruction: wait for what is under way, then the optimizer."""
+        """After backward, and after the broadcasts: wait for what is under way. In between: the optimizer."""
         state = self.ranks[rank]
         if state.outstanding:
             state.waits_for, state.stalled_s = _END, now_s
             return
+        self.memory.copies_end(rank, now_s)
+        if state.stepped:
+            state.done = True
+            return
+        state.stepped = True
         work_s = 0.0
         if self.ready.passed_back:
-            self.memory.sums_ended(rank, now_s)
-            work_s = self.costs.optimizer_s(self.costs.trainable_bytes(self.memory.held[rank]))
+            work_s = self.costs.optimizer_s(self.costs.trainable_bytes(self.memory.stepped[rank]))
         if not self._compute(rank, (Kind.EXCHANGE, _OPTIMIZER, rank), work_s, now_s):
-            state.done = True
+            self._proceed(rank, now_s)
 
     def _compute(self, rank: int, key: Key, work_s: float, now_s: float) -> bool:
         """Starts computing; False where there is nothing to do."""
@@ -174,7 +184,7 @@ class _Simulation:
         state.computing = None
         if index == _OPTIMIZER:
             self._event(rank, state.started_s, now_s, "", "optimizer", Category.OPTIMIZER)
-            state.done = True
+            self._proceed(rank, now_s)
             return
         run = self.program.runs[index]
         category = Category.FORWARD if kind is Kind.FORWARD else Category.BACKWARD
@@ -223,7 +233,7 @@ class _Simulation:
         self.links.end(step.transfer, now_s)
         i = step.instruction
         label, task = self.program.label(i), self.program.task(i)
-        category = Category.SYNC if i.kind is Kind.REDUCE else Category.TRANSFER
+        category = Category.TRANSFER if i.kind in (Kind.ACTIVATION, Kind.GRADIENT) else Category.SYNC
         for rank in step.ranks:
             self._event(rank, step.transfer.start_s, now_s, step.text, label, category, task)
 
@@ -235,7 +245,8 @@ class _Simulation:
             text = f"{key[0]}{key[1]}"
             self._event(rank, state.stalled_s, now_s, text, f"inputs of {run.label}", Category.WAIT, run.task)
         else:
-            self._event(rank, state.stalled_s, now_s, "", "messages and gradients", Category.WAIT)
+            what = "new values" if state.stepped else "messages and gradients"
+            self._event(rank, state.stalled_s, now_s, "", what, Category.WAIT)
         self._proceed(rank, now_s)
 
     def _meet(self, step: Step, now_s: float) -> None:

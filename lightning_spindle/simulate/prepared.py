@@ -61,7 +61,12 @@ def prepare(program: Program, costs: Costs, rows: Mapping[str, int]) -> Prepared
                 if not _message(program, costs, rows, step, ready):
                     continue
             case Kind.REDUCE:
-                _sum(program, costs, step)
+                size = program.buckets[instruction.index].bytes
+                _collective(step, costs, costs.all_reduce_s(size, ranks), costs.uplink_bytes(size, ranks))
+            case Kind.BROADCAST:
+                size = program.broadcasts[instruction.index].bytes
+                carried = costs.broadcast_uplink_bytes(size, ranks)
+                _collective(step, costs, costs.broadcast_s(size, ranks), carried)
             case Kind.EXCHANGE:
                 step.transfer.seconds = costs.exchange_s(ranks)
         for rank in ranks:
@@ -97,13 +102,11 @@ def _computing(
             ready.kept_bytes[run.index, rank] = kept
 
 
-def _sum(program: Program, costs: Costs, step: Step) -> None:
-    """Fills in what summing a bucket takes."""
-    size = program.buckets[step.instruction.index].bytes
-    transfer = step.transfer
-    transfer.seconds = costs.all_reduce_s(size, step.ranks)
-    transfer.uplinks = uplinks_of(step.ranks, step.ranks, costs.cluster)
-    transfer.uplink_bytes = costs.uplink_bytes(size, step.ranks)
+def _collective(step: Step, costs: Costs, seconds: float, uplink_bytes: float) -> None:
+    """Fills in what summing a bucket, or broadcasting one, takes."""
+    step.transfer.seconds = seconds
+    step.transfer.uplinks = uplinks_of(step.ranks, step.ranks, costs.cluster)
+    step.transfer.uplink_bytes = uplink_bytes
 
 
 def _message(program: Program, costs: Costs, rows: Mapping[str, int], step: Step, ready: Prepared) -> bool:

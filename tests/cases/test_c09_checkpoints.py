@@ -87,12 +87,20 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(devices: int, folder: Path, steps: int, ckpt: Path | None = None, plain: bool = False) -> list[Fit]:
+def fit(
+    devices: int,
+    folder: Path,
+    steps: int,
+    ckpt: Path | None = None,
+    plain: bool = False,
+    sharded: bool = False,
+) -> list[Fit]:
     """A fit of ``devices`` ranks that writes ModelCheckpoint's default files, and ``<folder>/own.ckpt``."""
     plan = None if plain else placement(metagraph(model(), data()), devices, GROUPS[devices])
 
     def rank(index: int, size: int) -> Fit:
-        strategy = "auto" if plain else SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
+        options = {"operators": (Part,), "timeline": False, "shard_optimizer_state": sharded}
+        strategy = "auto" if plain else SpindleStrategy(plan=plan, **options)
         return fit_once(
             double_model,
             data,
@@ -124,6 +132,14 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same on four ranks that share out the optimizer's state."""
+    folder = tmp_path_factory.mktemp("sharded")
+    fit(4, folder, STEPS, sharded=True)
+    return folder
+
+
 def automatic(folder: Path) -> Path:
     (found,) = folder.glob("checkpoints/*.ckpt")
     return found
@@ -134,9 +150,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", ["ModelCheckpoint", "save_checkpoint"])
-def test_c09_the_file_is_a_plain_one(which: str, uninterrupted: Any, interrupted: Path) -> None:
+@pytest.mark.parametrize("by", ["interrupted", "sharded"])
+def test_c09_the_file_is_a_plain_one(
+    by: str, which: str, uninterrupted: Any, request: pytest.FixtureRequest
+) -> None:
     """Every tensor of the file, parameters, buffers, optimizer and schedule, is a one-process file's."""
-    path = automatic(interrupted) if which == "ModelCheckpoint" else interrupted / "own.ckpt"
+    folder = request.getfixturevalue(by)
+    path = automatic(folder) if which == "ModelCheckpoint" else folder / "own.ckpt"
     ours, theirs = load(path), load(uninterrupted[1])
     assert (ours["global_step"], ours["epoch"]) == (theirs["global_step"], theirs["epoch"])
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
@@ -167,6 +187,17 @@ def test_c09_a_plain_trainer_resumes_it_and_the_other_way_round(
     """Without the strategy from the file of two ranks; on three ranks from a plain process's file."""
     _resumes(fit(1, tmp_path, STEPS + MORE, automatic(interrupted), plain=True), uninterrupted[0])
     _resumes(fit(3, tmp_path, STEPS + MORE, uninterrupted[1]), uninterrupted[0])
+
+
+def test_c09_a_divided_optimizer_resumes_anywhere(
+    uninterrupted: Any, interrupted: Path, sharded: Path, tmp_path: Path
+) -> None:
+    """Its file without the strategy, undivided, and divided among others; and divided from a whole one's."""
+    file = sharded / "own.ckpt"
+    _resumes(fit(1, tmp_path, STEPS + MORE, file, plain=True), uninterrupted[0])
+    _resumes(fit(2, tmp_path, STEPS + MORE, file), uninterrupted[0])
+    _resumes(fit(3, tmp_path, STEPS + MORE, file, sharded=True), uninterrupted[0])
+    _resumes(fit(3, tmp_path, STEPS + MORE, interrupted / "own.ckpt", sharded=True), uninterrupted[0])
 
 
 def _resumes(ours: list[Fit], reference: Fit) -> None:

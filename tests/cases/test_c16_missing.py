@@ -203,16 +203,19 @@ class Coarse(Optional):
         return super().loss(batch)
 
 
+def coarse_model(optimizer: str) -> Any:
+    torch.manual_seed(0)
+    return multi({"pictures": Coarse(), "text": Text()}, optimizer)
+
+
+WHOLE_ONCE = (PRESENT, PRESENT, ABSENT, PRESENT, PRESENT)
+
+
 @pytest.mark.filterwarnings("ignore::lightning_spindle.capture.CaptureWarning")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_c16_parameters_reach_the_rank_that_runs_the_whole_step(optimizer: str) -> None:
     """With their momentum: from then on more ranks hold them."""
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return multi({"pictures": Coarse(), "text": Text()}, optimizer)
-
-    given = partial(data, (PRESENT, PRESENT, ABSENT, PRESENT, PRESENT))
+    make, given = partial(coarse_model, optimizer), partial(data, WHOLE_ONCE)
     ours = forced_fit(make, given, 3, ON_THREE, max_steps=5)
     assert_same_fit(ours, plain_fit(make, given, max_steps=5))
 

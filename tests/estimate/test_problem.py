@@ -8,7 +8,9 @@ from lightning_spindle.cluster import Cluster, Link
 from lightning_spindle.estimate.problem import cluster_from, layer_times, measured_costs, planning_problem
 from lightning_spindle.estimate.samples import LinkSamples, Samples
 from lightning_spindle.graph import Flow, Layout, OperatorGraph
+from lightning_spindle.plan import Configuration, Run
 from lightning_spindle.planner import LayerTime, plan
+from lightning_spindle.planner.placement import memory_per_device
 from tests.support import handmade
 
 GRAPH = handmade.capture(handmade.Handmade()).graph
@@ -91,7 +93,11 @@ def test_frozen_parameters_count_once_in_memory() -> None:
     graph = OperatorGraph(GRAPH.operators, GRAPH.values, frozen, GRAPH.results, GRAPH.rows)
     given = samples(2)
     problem = planning_problem("h", META, graph, given, cluster_from(given, 2))
-    assert dict(problem.parameter_bytes)["text.0.linear.weight"] * problem.state_factor == 6 * 6 * 8
+    assert dict(problem.parameter_bytes)["text.0.linear.weight"] == 6 * 6 * 8
+    assert "text.0.linear.weight" in problem.frozen
+    op = problem.metaop("plain/plain")
+    runs = [Run(op.name, 0, 1, (1,), 0.0, op.time(1).total_ms, Configuration(1))]
+    assert memory_per_device(runs, problem) == (0.0, (6 * 6 + 6) * 8)
     assert all(m.activation_bytes == 0 for m in problem.metaops)
 
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from lightning_spindle.costs import A800
+from lightning_spindle.costs import A800, State
 from lightning_spindle.graph import Flow, Layout
 from lightning_spindle.planner import PlanningProblem, load_cell
 from lightning_spindle.planner.placement import Policy, check_memory, memory_per_device, place
@@ -95,7 +95,7 @@ def test_backtracking_when_memory_fails():
         *ops,
         devices=2,
         memory=60,
-        state_factor=1.0,
+        state=State(1.0, 0.0, 0.0),
         parameter_bytes=tuple((f"w{m}", size) for m, size in sizes.items()),
     )
     placed = place([run("a", 1, 0, 1), run("b", 1, 1, 2), run("c", 1, 2, 3)], p)

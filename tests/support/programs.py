@@ -17,7 +17,7 @@ from lightning_spindle.graph import (
     Value,
 )
 from lightning_spindle.plan import Configuration, ExecutionPlan, Run
-from lightning_spindle.program import Program, ProgramRun, holders, lower, place_plan
+from lightning_spindle.program import Program, ProgramRun, holders, lower, owners, place_plan
 
 POOL = tuple(f"shared.{k}" for k in range(4))
 
@@ -121,5 +121,8 @@ def samples(draw: st.DrawFn, max_devices: int = 6, training: bool = True) -> Sam
     limit = draw(st.sampled_from([1, 150, 10_000]))
     held = holders([(runs, graph)])
     groups = draw(st.integers(0, 2 * devices - 1))
-    program = lower(runs, graph, devices, held, trainable=trainable, bucket_bytes=limit, groups=groups)
+    owned = owners(graph.parameters, held) if draw(st.booleans()) else {}
+    program = lower(
+        runs, graph, devices, held, trainable=trainable, bucket_bytes=limit, groups=groups, owners=owned
+    )
     return Sample(graph, metagraph, plan, runs, program, groups)

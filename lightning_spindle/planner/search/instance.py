@@ -131,8 +131,8 @@ class _LinkCosts:
 
     def __init__(self, problem: PlanningProblem, exposed: float) -> None:
         self.problem, self.exposed = problem, exposed
-        self.sizes: Mapping[str, int] = dict(problem.parameter_bytes)
-        self.sync = Sync(problem.cluster)
+        self.sizes: Mapping[str, int] = {p: n for p, n in problem.parameter_bytes if p not in problem.frozen}
+        self.sync = Sync(problem)
         self.inputs: dict[str, int] = {}
         for (_, target), size in flow_bytes(problem.flows).items():
             self.inputs[target] = self.inputs.get(target, 0) + size
