@@ -4,6 +4,8 @@ Mode ``measured`` prints the step time of one process under Spindle over that of
 several processes that of Lightning's DDPStrategy over Spindle's, with the same global batches and losses.
 Mode ``simulated`` plans a full workload for a cluster that nobody has at hand and simulates an iteration of
 the program that would run there, beside DeepSpeed and Megatron-LM.
+Mode ``figures`` makes the paper's figures of such simulations (``figures=[scaling,end_to_end]``, by default
+all; ``conf/mode/figures.yaml`` has their cases).
 
 ``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
 what they found, with a figure at the end of a simulated sweep. Where a sweep's directory
@@ -22,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarking.cells import cell_of
+from benchmarking.figures.making import make_figures
 from benchmarking.measured import REPORT, RESULTS, measure
 from benchmarking.report import report
 from benchmarking.report_simulated import report_simulated
@@ -76,7 +79,12 @@ def simulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
     return not any(row.error for row in rows)
 
 
-MODES = {"measured": measured, "simulated": simulated}
+def figures(config: dict[str, Any], directory: Path, results: Path) -> bool:
+    """Make the paper's figures; whether each could be made."""
+    return make_figures(config, Path(config["into"] or directory), lambda line: print(line, flush=True))
+
+
+MODES = {"measured": measured, "simulated": simulated, "figures": figures}
 
 
 @hydra.main(config_path="conf", config_name="benchmark", version_base="1.3")

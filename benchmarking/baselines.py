@@ -31,6 +31,7 @@ from lightning_spindle.costs import (
 from lightning_spindle.graph import Layout, Operator
 from lightning_spindle.timeline import Category, Event, Timeline
 
+SYSTEMS = ("deepspeed", "megatron")
 REDUCES_A_LAYER = 2
 """All-reduces of a layer's output in a tensor-parallel pass: one after attention, one after the MLP."""
 
@@ -71,7 +72,7 @@ def settings_of(system: str, costs: AnalyticCosts) -> tuple[Setting, ...]:
         devices, island = costs.cluster.devices, costs.cluster.island_size
         degrees = [t for t in (1, 2, 4, 8, 16) if t <= island and devices % t == 0]
         return tuple(Setting(t, zero) for t in degrees for zero in (0, 1))
-    raise ValueError(f"no baseline is called {system!r}; there are deepspeed, megatron")
+    raise ValueError(f"no baseline is called {system!r}; there are {', '.join(SYSTEMS)}")
 
 
 def best(system: str, costs: AnalyticCosts) -> Execution:

@@ -18,8 +18,7 @@ Reported = Mapping[tuple[str, int, int, str], float]
 
 _GROUP = 0.84
 """Width of a group of bars, of 1."""
-_NOTE: dict[str, Any] = {"fontsize": 6, "rotation": 90, "ha": "center", "va": "bottom"}
-_PLATE: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+_NOTE: dict[str, Any] = {"fontsize": 7, "rotation": 90, "ha": "center", "va": "bottom"}
 
 
 def speedup_figure(rows: Sequence[SimulatedRow], reported: Reported | None = None) -> Figure:
@@ -66,9 +65,9 @@ def _panel(axes: Axes, rows: Sequence[SimulatedRow], systems: Sequence[str], rep
         axes.bar(at, [v or 0.0 for v in values], width * 0.92, color=look.colour, label=look.label)
         for x, row, value in zip(at, present, values, strict=True):
             if value is not None:
-                axes.text(x, value + 0.02, f"{value:.2f}", **_NOTE, bbox=_PLATE)
+                axes.text(x, 0.03, f"{value:.2f}", color=look.on, **_NOTE)
             elif row is not None:
-                axes.text(x, 0.02, "refused" if row.error else "no base", color="#AA0000", **_NOTE)
+                axes.text(x, 0.03, "refused" if row.error else "no base", color="#AA0000", **_NOTE)
         told = [reported.get((rows[0].workload, rows[0].tasks, n, system)) for n in devices]
         points = [(x, value) for x, value in zip(at, told, strict=True) if value is not None]
         if points:

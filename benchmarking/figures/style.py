@@ -23,18 +23,20 @@ class Look:
     label: str
     colour: str
     line: str = "-"
+    on: str = "black"
+    """The colour of text on its bars."""
 
 
 # Okabe and Ito's palette: told apart with every kind of colour vision.
 SYSTEMS = {
-    "deepspeed": Look("DeepSpeed", "#666666", "--"),
+    "deepspeed": Look("DeepSpeed", "#666666", "--", "white"),
     "megatron": Look("Megatron-LM", "#BBBBBB", "--"),
     "seq": Look("Spindle-Seq", "#F0E442"),
     "uniform": Look("Spindle-Uniform", "#CC79A7"),
     "stmm": Look("Spindle-STMM", "#009E73"),
     "optimus": Look("Spindle-Optimus", "#E69F00"),
     "spindle": Look("Spindle (the paper's planner)", "#56B4E9"),
-    "search": Look("Spindle, planner search", "#0072B2"),
+    "search": Look("Spindle, planner search", "#0072B2", on="white"),
     "auto": Look("Spindle, planner auto", "#D55E00"),
 }
 """By planner, or by name where a system has no planner; in the order in which they are shown."""

@@ -1,0 +1,251 @@
+"""Figures of simulated iterations: made from small cells, held against sums that are known."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmark
+from benchmarking.figures import dynamic, optimality, placement, scaling, utilisation
+from benchmarking.figures.breakdown import PARTS, parts_ms
+from benchmarking.figures.comparing import ComparedRow
+from benchmarking.figures.making import FIGURES, make_figures
+from benchmarking.figures.orderings import orderings
+from benchmarking.figures.reported import SPEEDUPS
+from benchmarking.figures.speedups import speedup_figure
+from benchmarking.figures.style import SYSTEMS
+from benchmarking.figures.suite import Suite, part_of, tasks_of
+from benchmarking.simulated import Cell, SimulatedRow
+from lightning_spindle.costs import A800, AnalyticCosts
+from lightning_spindle.planner import PLANNERS
+from lightning_spindle.planner.placement import Policy
+from lightning_spindle.planner.spindle import Reading, plan_spindle
+from lightning_spindle.simulate import simulate
+from tests.test_baselines import graph_of
+from tests.test_simulated import composed
+
+SMALL = {
+    "scaling": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],
+    "end_to_end": [{"workload": "ofasys", "tasks": [2, 3], "devices": [2, 4]}],
+    "utilisation": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],
+    "breakdown": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],
+    "optimality": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],
+    "planning": {"workload": "ofasys", "devices": [2, 4], "tasks": [1, 2], "devices_by_tasks": 4},
+    "placement": [{"workload": "ofasys", "tasks": [3], "devices": [16]}],
+    "dynamic": {
+        "workload": "ofasys",
+        "devices": 4,
+        "phases": [{"tasks": [0, 2], "steps": 10}, {"tasks": [1, 3], "steps": 20}],
+    },
+    "single_task": [{"workload": "ofasys", "tasks": 2, "devices": 4}],
+    "memory": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],
+}
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Of small cells, whose graphs are handmade; all else is real."""
+    made: dict[tuple[int, int], Cell] = {}
+
+    def cell_of(given: dict[str, Any]) -> Cell:
+        tasks, devices = given["workload"]["tasks"] or 3, given["cluster"]["devices"]
+        costs = AnalyticCosts(graph_of(*"abc"[:tasks]), A800.cluster(devices), A800)
+        return made.setdefault((tasks, devices), Cell(given["workload"]["name"], tasks, "a800", costs))
+
+    monkeypatch.setattr("benchmarking.figures.suite.cell_of", cell_of)
+    return {**composed("mode=figures", "planner.time_limit_s=0.1"), "cases": SMALL}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_figure_is_a_table_a_picture_and_a_text(config: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert config["figures"] == list(FIGURES)
+    config["into"] = str(tmp_path / "figures")
+    assert benchmark.figures(config, tmp_path, tmp_path / "results.csv")
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(
+        ["report.md", *(f"{name}.{ending}" for name in FIGURES for ending in ("csv", "png"))]
+    )
+    for name in FIGURES:
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert read(tmp_path / "figures" / f"{name}.csv")
+    text = (tmp_path / "figures" / "report.md").read_text()
+    assert text.startswith("Simulated ")
+    assert text.count("\n| ") > 3 * len(FIGURES)
+    assert "FAILED" not in text
+
+
+def test_a_figure_that_fails_is_told_of_and_the_others_are_made(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    cases = {**SMALL, "scaling": [{"workload": "quickstart", "tasks": [2], "devices": [4]}]}
+    said: list[str] = []
+    given = {**config, "cases": cases, "figures": ["scaling", "memory"]}
+    assert not make_figures(given, tmp_path, said.append)
+    assert "scaling: FAILED: no figures are made of 'quickstart'" in said[0]
+    assert "FAILED: no figures are made of 'quickstart'" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "memory.png").exists()
+    with pytest.raises(ValueError, match="there is no figure speed; there are scaling, end_to_end"):
+        make_figures({**config, "figures": ["speed"]}, tmp_path, said.append)
+    with pytest.raises(ValueError, match="leave workload and planner out"):
+        make_figures(composed("mode=figures", "planner=search"), tmp_path, said.append)
+
+
+def test_full_cases_are_the_paper_s() -> None:
+    """Its 17 cells, and nothing that there is not."""
+    suite = Suite(composed("mode=figures"))
+    cells = {
+        (case["workload"], tasks, devices)
+        for case in suite.cases("end_to_end")
+        for tasks in case["tasks"]
+        for devices in case["devices"]
+    }
+    assert cells == {key[:3] for key in SPEEDUPS}
+    assert len(cells) == 17
+    assert set(suite.config["cases"]) == set(FIGURES)
+
+
+@pytest.fixture
+def suite(config: dict[str, Any]) -> Suite:
+    return Suite(config)
+
+
+def test_results_are_of_the_cell_that_was_asked_for(suite: Suite) -> None:
+    """Also of cells that nobody keeps."""
+    whole = suite.cell("ofasys", 4)
+    names = tasks_of(whole)
+    for count in (1, 2, 3, 2, 1):
+        assert suite.result(part_of(whole, names[:count]), "seq").row.tasks == count
+    assert suite.result(whole, "seq") is suite.result(whole, "seq")
+
+
+@pytest.mark.parametrize("system", ["deepspeed", "seq", "spindle", "optimus"])
+def test_utilisation_accounts_for_every_operation(suite: Suite, system: str) -> None:
+    cell = suite.cell("ofasys", 4, 3)
+    result = suite.result(cell, system)
+    assert result.timeline is not None
+    span_s, peak = result.timeline.span_s, cell.costs.kind.flops_per_s
+    worked = utilisation.worked_of(cell, result)
+    rows = cell.costs.example_rows
+    expected = sum(
+        (1 + cell.costs.passes(o.name, True)) * cell.costs.work(o.name, rows(o.task)).flops
+        for o in cell.graph.operators
+    )
+    by_device = utilisation.by_device(worked, cell, span_s)
+    assert sum(share for _, share in by_device) * span_s * peak == pytest.approx(expected)
+    bin_s = span_s / 7.5
+    over_time = utilisation.over_time(worked, cell, span_s, bin_s)
+    widths_s = [bin_s] * 7 + [bin_s / 2]
+    found = sum(share * width_s for (_, share), width_s in zip(over_time, widths_s, strict=True))
+    assert found * peak * 4 == pytest.approx(expected)
+    assert all(0 < share <= 1 for _, share in utilisation.by_metaop(worked, cell))
+
+
+def test_parts_of_an_iteration_add_up(suite: Suite) -> None:
+    for system in ("deepspeed", "spindle"):
+        timeline = suite.result(suite.cell("ofasys", 4, 2), system).timeline
+        assert timeline is not None
+        parts = parts_ms(timeline)
+        assert len(parts) == len(PARTS)
+        assert sum(parts) == pytest.approx(timeline.span_s * 1e3)
+
+
+def test_transfers_beside_computing_count(suite: Suite) -> None:
+    for row in placement.rows(suite):
+        assert row.transfer_share is not None
+        assert row.exposed_share is not None
+        assert row.transfer_share >= row.exposed_share >= 0
+    cell = suite.cell("ofasys", 16, 3)
+    plan = plan_spindle(cell.problem, reading=Reading(policy=Policy.SEQUENTIAL))
+    timeline = simulate(cell.step.program(plan), cell.costs)
+    assert placement.transfer_share(timeline) > 0
+
+
+def test_free_links_leave_the_computing(suite: Suite) -> None:
+    for row in optimality.rows(suite):
+        assert row.bound_ms * 0.999 <= row.computing_ms < row.iteration_ms
+        assert row.over_c_star("iteration_ms") > row.over_c_star("computing_ms")
+
+
+def test_a_left_out_sample_is_not_known_to_its_curve(suite: Suite) -> None:
+    rows = scaling.rows(suite)
+    assert {row.n for row in rows} == {1, 2, 4}
+    assert all(row.left_out_ms is None for row in rows)  # two others remain
+    wide = [{"workload": "ofasys", "tasks": [2], "devices": [16]}]
+    rows = scaling.rows(Suite({**suite.config, "cases": {**SMALL, "scaling": wide}}))
+    assert all(row.left_out_ms is not None for row in rows)
+    assert any(abs(row.left_out_ms - row.ms) > abs(row.fitted_ms - row.ms) for row in rows if row.left_out_ms)
+
+
+def test_phases_add_up(suite: Suite) -> None:
+    rows = dynamic.rows(suite)
+    for system in dynamic.SHOWN:
+        own = [row for row in rows if row.system == system]
+        assert [(row.first, row.last, row.steps) for row in own] == [(0, 2, 10), (1, 3, 20)]
+        whole = suite.cell("ofasys", 4)
+        alone = suite.result(part_of(whole, tasks_of(whole)[1:]), system).row
+        assert own[1].iteration_ms == pytest.approx(alone.iteration_ms, rel=0.2)
+        assert own[1].seconds == pytest.approx(own[1].planning_s + 20 * own[1].iteration_ms / 1e3)
+        assert (own[0].planning_s > 0) == (system in PLANNERS)
+
+
+def row_of(system: str, devices: int, speedup: float | None, tasks: int = 4) -> ComparedRow:
+    planner, name = (system, "spindle") if system in PLANNERS else ("", system)
+    base = SimulatedRow("", "simulated", "ofasys", tasks, "a800", devices, name, planner, "")
+    given = {field: getattr(base, field) for field in SimulatedRow.__dataclass_fields__}
+    time_ms = 100.0 / speedup if speedup else None
+    error = "" if speedup else "ValueError: too small"
+    return ComparedRow(**{**given, "iteration_ms": time_ms, "error": error}, speedup=speedup)
+
+
+def test_orderings_are_counted() -> None:
+    rows = [
+        row_of(s, 8, v) for s, v in {"deepspeed": 1.0, "uniform": 0.8, "optimus": 1.2, "spindle": 1.4}.items()
+    ]
+    rows += [
+        row_of(s, 16, v)
+        for s, v in {"deepspeed": 1.0, "uniform": 1.1, "optimus": 0.9, "spindle": 1.05}.items()
+    ]
+    rows += [row_of("deepspeed", 32, 1.0), row_of("spindle", 32, None)]
+    lines = orderings(rows).splitlines()
+    where = "OFASys, 4 tasks on"
+    assert (
+        f"* Spindle (planner spindle) is ahead of all other systems: in 1 of 3; not: {where} 16; {where} 32"
+        in lines
+    )
+    assert (
+        f"* Optimus is between DeepSpeed and Spindle (planner spindle): in 1 of 2; not: {where} 16" in lines
+    )
+    assert f"* Uniform is behind DeepSpeed: in 1 of 2; not: {where} 16" in lines
+    assert f"* Spindle's gain (planner spindle) grows with devices: in 0 of 1; not: {where} 16" in lines
+
+
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows, lambda rows: [replace(r, cluster="h200") for r in rows]]
+)
+def test_speedups_say_what_they_are(change: Callable[[Any], Any]) -> None:
+    pytest.importorskip("matplotlib")
+    rows = change([row_of("deepspeed", 8, 1.0), row_of("spindle", 8, 1.4), row_of("search", 8, None)])
+    figure = speedup_figure(rows, {("ofasys", 4, 8, "spindle"): 1.53})
+    (axes,) = [axes for axes in figure.axes if axes.get_visible()]
+    assert "simulated" in figure.get_suptitle()
+    assert rows[0].cluster in figure.get_suptitle()
+    assert (axes.get_title(), axes.get_xlabel()) == ("OFASys, 4 tasks", "devices")
+    assert axes.get_ylabel() == "speedup over DeepSpeed"
+    assert {text.get_text() for text in axes.texts} == {"1.40", "refused"}
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels == {
+        SYSTEMS["spindle"].label,
+        SYSTEMS["search"].label,
+        "DeepSpeed = 1",
+        "reported by the paper",
+    }
+    with pytest.raises(ValueError, match="no rows to draw"):
+        speedup_figure([])
