@@ -37,6 +37,7 @@ from lightning_spindle.runtime.objects import broadcast_object, meet, require_ag
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
+from lightning_spindle.runtime.rowneeds import Needs
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample, build_session
 from lightning_spindle.runtime.sharding import ShardedStep
 from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
@@ -56,8 +57,9 @@ class SpindleStrategy(ParallelStrategy):
     The model is a ``MultiTaskModule``, or any LightningModule: of several loaders in a dict, each is a task.
 
     Losses, gradients and logged values are those of one process on the same global batches:
-    every rank draws every task's whole batch, runs the operators that the plan gives it on
-    its rows, and sums gradients with the ranks that hold the same parameters.
+    every rank draws every task's whole batch, reads the rows that its operators need, runs the
+    operators that the plan gives it on its rows, and sums gradients with the ranks that hold the
+    same parameters.
 
     Args:
         planner: name of the planner ("spindle" is the paper's); "auto" takes the one whose plan the
@@ -66,6 +68,11 @@ class SpindleStrategy(ParallelStrategy):
         operators: module classes to treat as one operator each, whatever is inside.
         profile_budget_s: at most this long is spent on measuring operators before training.
         timeout: limit of every wait for another rank.
+        row_loading: whether a rank reads from a dataset only the rows of each batch that its operators
+            need, instead of the whole batch. None does so for loaders that collate by torch's
+            ``default_collate``, True also for other collate functions, which must treat each row by itself.
+            Where a trial before training finds that rows cannot be read alone, and where user code sees
+            batches, whole ones are read, as they are under False.
         shard_optimizer_state: of the devices that hold a parameter one keeps its optimizer state, steps it
             and gives the others its new values (ZeRO stage 1 within each parameter device group): less
             memory, for a broadcast of the parameters in each step.
@@ -87,6 +94,7 @@ class SpindleStrategy(ParallelStrategy):
         operators: tuple[type[nn.Module], ...] = (),
         profile_budget_s: float = 30.0,
         timeout: timedelta = timedelta(minutes=10),
+        row_loading: bool | None = None,
         shard_optimizer_state: bool = False,
         timeline: bool = True,
         process_group_backend: str | None = None,
@@ -109,6 +117,9 @@ class SpindleStrategy(ParallelStrategy):
         self._operators = operators
         self._profile_budget_s = profile_budget_s
         self._timeout = timeout
+        self._row_loading = row_loading
+        self._by_rows: dict[str, frozenset[str]] = {}
+        self._compared: dict[str, list[str]] = {}
         self._backend = process_group_backend
         self._num_nodes = 1
         self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
@@ -247,15 +258,15 @@ class SpindleStrategy(ParallelStrategy):
                 callback.on_train_epoch_start = self._completely(callback.on_train_epoch_start)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Wraps a task's loader so that only ranks that run the task read its samples."""
+        """Wraps a task's loader so that each rank reads the samples that its operators need."""
         # Loaders of an evaluation are asked for inside inference mode, whose tensors training cannot use.
         with torch.inference_mode(False), torch.enable_grad():
             self._prepare()
-        return TaskLoader(dataloader, self._loads)
+        return TaskLoader(dataloader, self._rows_to_read, self.precision_plugin.convert_input)
 
-    def _loads(self, loader: TaskLoader) -> bool:
+    def _rows_to_read(self, loader: TaskLoader) -> Needs | None:
         assert self._session is not None
-        return feeding.loads(self.lightning_module.trainer, loader, self._session)
+        return feeding.rows_to_read(self.lightning_module.trainer, loader, self._session, self._by_rows)
 
     def _prepare(self) -> None:
         """Builds the session once a run: loaders are there, no batch was drawn yet."""
@@ -269,12 +280,13 @@ class SpindleStrategy(ParallelStrategy):
         _set_rng_states(states)
         plan = self._given_plan
         settings = (
-            f"planner={self._planner}\noperators={self._operators}\n"
+            f"planner={self._planner}\noperators={self._operators}\nrow_loading={self._row_loading}\n"
             f"shard_optimizer_state={self._shard_optimizer_state}\nplan={plan}\n{plan and plan.to_json()}"
         )
         require_agreement("SpindleStrategy's arguments", settings, self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
-            examples = feeding.examples(trainer, self)
+            examples = feeding.examples(trainer, self, self._row_loading)
+            examples = feeding.agree_on_rows(examples, self._transport, self.root_device)
             self._session = build_session(
                 model,
                 examples,
@@ -295,6 +307,9 @@ class SpindleStrategy(ParallelStrategy):
                 seed=seed,
                 shard_optimizer_state=self._shard_optimizer_state,
             )
+        self._by_rows = {name: example.by_rows for name, example in examples.items()}
+        # What user code collates may have other shapes for other rows.
+        self._compared = {name: sorted(e.by_rows & e.varying) for name, e in examples.items()}
         self._variants = {
             name: variants.Variants(
                 model, step, examples[name], partial(self._variant, name), self._transport, self.root_device
@@ -381,6 +396,9 @@ class SpindleStrategy(ParallelStrategy):
             checks.require_same_data(
                 batches, list(step.capture.layouts), length, self._transport, self.root_device
             )
+        if compared := [task for task in self._compared[name] if task in step.capture.layouts]:
+            layouts = step.capture.layouts
+            checks.require_same_shapes(batches, layouts, compared, self._transport, self.root_device)
         with context or nullcontext(), self._inside_a_step():
             iteration = step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
             # The ranks have agreed on the program by now; one for other parameters may need other groups.

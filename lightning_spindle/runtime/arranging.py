@@ -12,7 +12,8 @@ from lightning_spindle.capture import batch_layout
 from lightning_spindle.capture.arrangement import SINGLE_TASK, Arrangement, Form
 from lightning_spindle.capture.pieces import BatchLayout, Capture
 from lightning_spindle.runtime.iteration import TaskBatch
-from lightning_spindle.runtime.loaders import RowsOnly, example
+from lightning_spindle.runtime.loaders import example, read_by_rows
+from lightning_spindle.runtime.rowloading import PartialBatch
 from lightning_spindle.runtime.session import TRAIN, StepExample
 
 _FEW = 3  # loaders of unknown length that may end in any order
@@ -60,7 +61,7 @@ def _sets(loaders: Mapping[str, Any]) -> tuple[frozenset[str], ...]:
     )
 
 
-def example_of(trainer: Any, strategy: Any, step: str, given: Any) -> StepExample:
+def example_of(trainer: Any, strategy: Any, step: str, given: Any, row_loading: bool | None) -> StepExample:
     """Example batches of a step's loaders, on the device.
 
     Raises:
@@ -71,7 +72,7 @@ def example_of(trainer: Any, strategy: Any, step: str, given: Any) -> StepExampl
     found = {}
     for name, loader in loaders.items():
         try:
-            found[name] = example(loader)
+            found[name] = example(loader, row_loading)
         except (ValueError, TypeError) as e:
             raise ValueError(f"loader {name!r}, {step}: {e}") from e
     raw = {name: one.batch for name, one in found.items()}
@@ -94,6 +95,7 @@ def example_of(trainer: Any, strategy: Any, step: str, given: Any) -> StepExampl
         arrangement,
         frozenset(n for n, one in found.items() if one.draws),
         frozenset(n for n, one in found.items() if one.varies),
+        read_by_rows(found, row_loading),
     )
 
 
@@ -119,10 +121,12 @@ def parted(captured: Capture, batch: Any, dataloader_idx: int) -> dict[str, Any]
             "batch in each iteration (CombinedLoader's modes 'max_size_cycle' and 'min_size')"
         )
     if active and not active <= captured.layouts.keys():
-        if any(isinstance(one, RowsOnly) for one in own.values()):
-            rows = next(iter(own.values()))
-            return {task_of(captured, next(iter(own))): rows}
-        return {task_of(captured, next(iter(own))): captured.arrangement.joined(own, active)}
+        task = task_of(captured, next(iter(own)))
+        partial = [one for one in own.values() if isinstance(one, PartialBatch)]
+        if any(not one.held for one in partial):
+            return {task: partial[0]}
+        whole = {n: one.whole() if isinstance(one, PartialBatch) else one for n, one in own.items()}
+        return {task: captured.arrangement.joined(whole, active)}
     return own
 
 

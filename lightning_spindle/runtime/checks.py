@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isclose
 from typing import Any
+from zlib import crc32
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.module import MultiTaskModule
 from lightning_spindle.runtime.iteration import TaskBatch
 from lightning_spindle.runtime.optimizers import fresh, plain
@@ -109,27 +111,28 @@ def require_same_data(
 ) -> None:
     """Raises ValueError, on every rank, where ranks have unlike batches, or unlike numbers of them.
 
-    Compares row counts and a checksum of each of ``tasks`` (a rank that does not read a task's
-    samples has none), and ``length``; called once an epoch. Ranks that draw other batches (a
-    sampler or generator seeded by the rank) would otherwise train on a mixture.
+    Compares row counts, checksums of what samplers drew and of each of ``tasks`` (a rank that does not
+    read all of a task's rows has none), and ``length``; called once an epoch. Ranks that draw other
+    batches (a sampler or generator seeded by the rank) would otherwise train on a mixture.
     """
     if transport.size == 1:
         return
     # Of all tasks, absent ones too: the ranks may not agree on which are there.
-    table = torch.zeros(transport.size, len(tasks) + 1, 2, dtype=torch.float64, device=device)
+    table = torch.zeros(transport.size, len(tasks) + 1, 3, dtype=torch.float64, device=device)
     table[transport.rank, -1, 0] = length
     for at, name in enumerate(tasks):
         batch = batches.get(name)
         table[transport.rank, at, 0] = -1 if batch is None else batch.rows
-        if batch is not None and batch.leaves is not None:
-            table[transport.rank, at, 1] = 1.0 + _checksum(batch.leaves)
+        table[transport.rank, at, 2] = 0 if batch is None else batch.drawn
+        if batch is not None and batch.leaves is not None and batch.held is None:
+            table[transport.rank, at, 1] = 1.0 + checksum(batch.leaves)
     transport.all_reduce(table, everyone(transport)).wait()
     why = "Every rank must draw the same global batches: do not seed samplers or generators by the rank"
     for at, name in enumerate(tasks):
         rows = table[:, at, 0].tolist()
-        sums = [s for s in table[:, at, 1].tolist() if s]
+        sums, drawn = ([s for s in table[:, at, k].tolist() if s] for k in (1, 2))
         # Ranks may add in another order: as many digits as that leaves.
-        if len(set(rows)) > 1 or not all(isclose(s, sums[0], rel_tol=1e-10) for s in sums):
+        if len({*rows}) > 1 or len({*drawn}) > 1 or not all(isclose(s, sums[0], rel_tol=1e-10) for s in sums):
             counts = ["none" if r < 0 else int(r) for r in rows]
             raise ValueError(f"task {name}: ranks drew different batches (rows by rank: {counts}). {why}")
     lengths = table[:, -1, 0].tolist()
@@ -137,7 +140,30 @@ def require_same_data(
         raise ValueError(f"ranks have different numbers of batches in an epoch: {lengths}. {why}")
 
 
-def _checksum(leaves: list[Any]) -> float:
+def require_same_shapes(
+    batches: Mapping[str, TaskBatch],
+    layouts: Mapping[str, BatchLayout],
+    tasks: Sequence[str],
+    transport: Transport,
+    device: torch.device,
+) -> None:
+    """Raises ValueError, on every rank, where ranks collated their rows of a batch to other shapes."""
+    table = torch.zeros(transport.size, len(tasks), dtype=torch.int64, device=device)
+    for at, name in enumerate(tasks):
+        batch = batches.get(name)
+        if batch is not None and batch.leaves is not None:
+            table[transport.rank, at] = 1 + crc32(repr(batch.signature(layouts[name])).encode())
+    transport.all_reduce(table, everyone(transport)).wait()
+    for at, name in enumerate(tasks):
+        if len({found for found in table[:, at].tolist() if found}) > 1:
+            raise ValueError(
+                f"task {name}: its collate function gives other shapes for other rows of one batch (it may "
+                "pad to the longest), so that ranks cannot read rows alone: leave row_loading=True away"
+            )
+
+
+def checksum(leaves: list[Any]) -> float:
+    """A number that tells batches apart, up to rounding."""
     total = 0.0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not leaf.is_complex() and leaf.numel():

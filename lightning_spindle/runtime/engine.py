@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from lightning_spindle.capture.layout import take_rows
-from lightning_spindle.capture.pieces import BatchLayout, Capture, LeafRef, ValueRef
+from lightning_spindle.capture.pieces import Capture, LeafRef, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
 from lightning_spindle.runtime.gradients import reduce_bucket
 from lightning_spindle.runtime.iteration import Iteration, Mark, RunState, TaskBatch
-from lightning_spindle.runtime.messages import Messenger, Received, Signature
+from lightning_spindle.runtime.messages import Messenger, Received
 from lightning_spindle.runtime.objects import broadcast_object
 from lightning_spindle.runtime.randomness import operator_randomness
+from lightning_spindle.runtime.rowneeds import Needs, no_rows, reads_batch, rows_needed
 from lightning_spindle.runtime.rows import Rows, cut, join, meeting, summed
 from lightning_spindle.runtime.sharding import broadcast_values
 from lightning_spindle.runtime.transport import Transport, everyone
@@ -105,6 +105,11 @@ class Engine:
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
         self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
+        self._reading = {run.index for run in program.runs if reads_batch(self._capture, run)}
+        self._needs = {
+            task: rows_needed(program, self._capture, task, self._transport.rank)
+            for task in {run.task for run in program.runs}
+        }
 
     @property
     def rank(self) -> int:
@@ -116,6 +121,10 @@ class Engine:
         """Tasks whose batches this rank must load."""
         return frozenset(r.task for r in self.program.runs if self._transport.rank in r.devices)
 
+    def needs(self, task: str) -> Needs:
+        """The rows of a task's batches that this rank must read, none where it runs nothing of it."""
+        return self._needs.get(task, no_rows)
+
     def forward(self, batches: Mapping[str, TaskBatch], *, index: int, batch_idx: int) -> Iteration:
         """All forwards of an iteration; afterwards every rank knows all results.
 
@@ -125,7 +134,7 @@ class Engine:
         """
         self.marks.clear()
         signatures = {
-            task: _signature(batch.leaves, self._capture.layouts[task])
+            task: batch.signature(self._capture.layouts[task])
             for task, batch in batches.items()
             if batch.leaves is not None
         }
@@ -226,10 +235,8 @@ class Engine:
         inputs = self._gather_inputs(run, rows, iteration)
         self._lap(instruction, Category.WAIT)
         env: dict[str, Any] = dict(inputs)
-        batch = iteration.batches[run.task]
-        layout = self._capture.layouts[run.task]
-        assert batch.leaves is not None, f"rank runs {run.label} without its batch"
-        leaves = batch.leaves if rows == (0, batch.rows) else take_rows(batch.leaves, layout, *rows)
+        batch, layout = iteration.batches[run.task], self._capture.layouts[run.task]
+        leaves = batch.taken(layout, rows) if run.index in self._reading else []
         for name in run.operators:
             piece = self._capture.pieces[name]
             arguments = [
@@ -452,17 +459,3 @@ def _by(edges: Iterable[Edge], key: Callable[[Edge], int]) -> dict[int, list[Edg
     for edge in edges:
         found.setdefault(key(edge), []).append(edge)
     return found
-
-
-def _signature(leaves: list[Any], layout: BatchLayout) -> Signature:
-    """The shapes of a batch without its rows; decides the shapes of values that go between ranks."""
-    parts: list[Any] = []
-    for leaf, where in zip(leaves, layout.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            shape = list(leaf.shape)
-            if where.dim is not None:
-                shape[where.dim] = -1
-            parts.append((tuple(shape), leaf.dtype))
-        else:
-            parts.append(type(leaf).__name__)
-    return tuple(parts)

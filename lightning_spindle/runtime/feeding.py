@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isclose, nan
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,9 +18,14 @@ from lightning_spindle.capture.layout import require_like_example
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.module import MultiTaskModule
 from lightning_spindle.runtime import arranging
+from lightning_spindle.runtime.checks import checksum
 from lightning_spindle.runtime.iteration import TaskBatch
-from lightning_spindle.runtime.loaders import RowsOnly, TaskLoader, example, named_loaders
+from lightning_spindle.runtime.loaders import Example, TaskLoader, example, named_loaders, read_by_rows
+from lightning_spindle.runtime.objects import broadcast_object, gather_objects
+from lightning_spindle.runtime.rowloading import PartialBatch
+from lightning_spindle.runtime.rowneeds import Needs, no_rows
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
+from lightning_spindle.runtime.transport import Transport
 
 # A task that overrides one of these sees its batches, so that every rank must have them.
 _BATCH_HOOKS = (
@@ -33,14 +41,17 @@ _BATCH_HOOKS = (
 )
 
 
-def examples(trainer: Any, strategy: Any) -> dict[str, StepExample]:
+def examples(trainer: Any, strategy: Any, row_loading: bool | None) -> dict[str, StepExample]:
     """Example batches, on the device, of each step that this run of the Trainer executes.
 
-    Loaders are requested from the user anew, so that the run's own are untouched.
+    Loaders are requested from the user anew, so that the run's own are untouched. None is read by rows where
+    user code sees batches, or where there is one rank.
 
     Raises:
         ValueError: a task has no usable batch; names it.
     """
+    if _batches_are_seen(trainer) or strategy.world_size == 1:
+        row_loading = False
     found: dict[str, StepExample] = {}
     for step, loop in _steps(trainer).items():
         source = loop._data_source
@@ -50,11 +61,41 @@ def examples(trainer: Any, strategy: Any) -> dict[str, StepExample]:
         if step != TRAIN and isinstance(combined, list) and not combined:
             continue
         if not isinstance(trainer.lightning_module, MultiTaskModule):
-            found[step] = arranging.example_of(trainer, strategy, step, combined)
+            found[step] = arranging.example_of(trainer, strategy, step, combined, row_loading)
             continue
         overriding = tasks_with(trainer.lightning_module, step)
-        found[step] = _example(trainer, strategy, step, combined, overriding)
+        found[step] = _example(trainer, strategy, step, combined, overriding, row_loading)
     return found
+
+
+def agree_on_rows(
+    examples: Mapping[str, StepExample], transport: Transport, device: torch.device
+) -> dict[str, StepExample]:
+    """The examples with those loaders read by rows of which every rank found that they can be, and has the
+    same example (collective).
+
+    Of the others whole batches are read, and compared in training.
+    """
+    own = {
+        step: {task: checksum(flatten(e.batches[task], e.layouts[task].lists)[0]) for task in e.by_rows}
+        for step, e in examples.items()
+    }
+    said = gather_objects(own, transport, device)
+    agreed = broadcast_object(
+        said
+        and {
+            (step, task)
+            for step, tasks in own.items()
+            for task, number in tasks.items()
+            if all(isclose(other.get(step, {}).get(task, nan), number, rel_tol=1e-10) for other in said)
+        },
+        transport,
+        device,
+    )
+    return {
+        step: replace(e, by_rows=frozenset(task for task in e.by_rows if (step, task) in agreed))
+        for step, e in examples.items()
+    }
 
 
 def _steps(trainer: Any) -> dict[str, Any]:
@@ -94,28 +135,29 @@ def epoch_length(trainer: Any) -> float:
     return float(sum(batches)) if isinstance(batches, list) else float(batches)
 
 
-def _example(trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iterable[str]) -> StepExample:
+def _example(
+    trainer: Any, strategy: Any, step: str, combined: Any, wanted: Iterable[str], row_loading: bool | None
+) -> StepExample:
     loaders = named_loaders(combined)
     _require_known(loaders, trainer.lightning_module.tasks)
-    batches: dict[str, Any] = {}
+    found: dict[str, Example] = {}
     layouts: dict[str, BatchLayout] = {}
-    drawing: set[str] = set()
-    varying: set[str] = set()
     for task in sorted(set(wanted) & loaders.keys(), key=list(trainer.lightning_module.tasks).index):
         try:
-            given = example(loaders[task])
-            layouts[task] = batch_layout(given.batch, given.collate, given.samples)
+            one = found[task] = example(loaders[task], row_loading)
+            layouts[task] = batch_layout(one.batch, one.collate, one.samples)
         except ValueError as e:
             raise ValueError(f"task {task}, {step}: {e}") from e
-        batches[task] = given.batch
-        if given.draws:
-            drawing.add(task)
-        if given.varies:
-            varying.add(task)
-    batches = trainer.precision_plugin.convert_input(batches)
+    batches = trainer.precision_plugin.convert_input({task: one.batch for task, one in found.items()})
     batches = trainer.lightning_module._on_before_batch_transfer(batches, dataloader_idx=0)
     on_device = strategy.batch_to_device(batches, dataloader_idx=0)
-    return StepExample(on_device, layouts, drawing=frozenset(drawing), varying=frozenset(varying))
+    return StepExample(
+        on_device,
+        layouts,
+        drawing=frozenset(task for task, one in found.items() if one.draws),
+        varying=frozenset(task for task, one in found.items() if one.varies),
+        by_rows=read_by_rows(found, row_loading),
+    )
 
 
 def _require_known(given: Mapping[str, Any], tasks: Iterable[str]) -> None:
@@ -142,20 +184,35 @@ def task_batches(
         own = batch.get(task)
         if own is None:
             continue
-        if isinstance(own, RowsOnly):
-            found[task] = TaskBatch(own.rows, None)
-            continue
-        leaves, spec = flatten(own, layout.lists)
-        if spec != layout.spec:
-            raise ValueError(
-                f"task {task}: this batch is built as {spec}, the example that was captured as {layout.spec}"
-            )
         try:
-            require_like_example(leaves, layout)
-            found[task] = TaskBatch(layout.rows(leaves), leaves)
+            found[task] = _task_batch(own, layout)
         except ValueError as e:
             raise ValueError(f"task {task}: {e}") from e
     return found
+
+
+def _task_batch(batch: Any, layout: BatchLayout) -> TaskBatch:
+    if not isinstance(batch, PartialBatch):
+        leaves = _leaves(batch, layout)
+        return TaskBatch(layout.rows(leaves), leaves)
+    if not batch.held:
+        return TaskBatch(batch.rows, None, (), batch.drawn)
+    leaves = _leaves(batch.batch, layout)
+    rows, asked = layout.rows(leaves), sum(last - first for first, last in batch.held)
+    if rows != asked:
+        raise ValueError(
+            f"{asked} samples were collated to {rows} rows, so that Spindle cannot tell which rank reads "
+            "which; give SpindleStrategy(row_loading=False)"
+        )
+    return TaskBatch(batch.rows, leaves, batch.held, batch.drawn)
+
+
+def _leaves(batch: Any, layout: BatchLayout) -> list[Any]:
+    leaves, spec = flatten(batch, layout.lists)
+    if spec != layout.spec:
+        raise ValueError(f"this batch is built as {spec}, the example that was captured as {layout.spec}")
+    require_like_example(leaves, layout)
+    return leaves
 
 
 def loader_batches(step: Step, batch: Any, dataloader_idx: int) -> Mapping[str, Any]:
@@ -182,38 +239,61 @@ def step_batches(
     captured = step.capture
     if captured.arrangement is None:
         assert isinstance(model, MultiTaskModule)
-        batches = task_batches(batch, captured.layouts, model.tasks)
+        batches = task_batches(_covered(step, batch), captured.layouts, model.tasks)
         return batches, frozenset(batches)
     own = arranging.parted(captured, batch, dataloader_idx)
     active = frozenset(captured.arrangement.parted(batch, dataloader_idx))
-    return task_batches(own, captured.layouts, captured.layouts), active
+    return task_batches(_covered(step, own), captured.layouts, captured.layouts), active
 
 
-def loads(trainer: Any, loader: TaskLoader, session: Session) -> bool:
-    """Whether this rank needs the samples of a loader.
+def _covered(step: Step, batches: Any) -> Any:
+    """The tasks' batches with all rows that this rank's operators see.
 
-    It does where it runs an operator of the loader's task, where user code sees batches, where
-    reading draws from generators that all ranks keep in step, and where the loader's place among
-    the tasks is not known.
+    Rows that the loader did not read are read now: a variant of the step may see others than the step that
+    was planned.
+    """
+    if not isinstance(batches, Mapping):
+        return batches
+    return {
+        task: own.covering(step.engine.needs(task)(own.rows)) if isinstance(own, PartialBatch) else own
+        for task, own in batches.items()
+    }
+
+
+def rows_to_read(
+    trainer: Any, loader: TaskLoader, session: Session, by_rows: Mapping[str, frozenset[str]]
+) -> Needs | None:
+    """The rows that this rank reads of a loader's batches; None for whole batches.
+
+    Whole ones where user code sees batches, where reading draws from generators that all ranks keep
+    in step, and where the loader's place among the tasks is not known.
+
+    Args:
+        by_rows: by step, the loaders that can be read row by row.
     """
     if _batches_are_seen(trainer):
-        return True
-    for step, loop in _steps(trainer).items():
+        return None
+    for name, loop in _steps(trainer).items():
         combined = loop._combined_loader
         if combined is None:
             continue
-        for name, candidate in arranging.loaders_of(combined.iterables).items():
-            if candidate is loader and step in session.steps:
-                if name in session.steps[step].drawing:
-                    return True
-                captured = session.steps[step].capture
-                if captured.arrangement is None:
-                    return name in session.steps[step].engine.tasks
-                task = arranging.task_of(captured, name)
-                return task in session.steps[step].engine.tasks or arranging.guess_needs(captured, name)
+        for own, candidate in arranging.loaders_of(combined.iterables).items():
             if candidate is loader:
-                return False
-    return True
+                return _rows_of(session.steps[name], own, by_rows[name]) if name in session.steps else no_rows
+    return None
+
+
+def _rows_of(step: Step, loader: str, by_rows: frozenset[str]) -> Needs | None:
+    captured, task = step.capture, loader
+    if loader in step.drawing:
+        return None
+    if captured.arrangement is not None:
+        if arranging.guess_needs(captured, loader):
+            return None
+        task = arranging.task_of(captured, loader)
+    if task not in step.engine.tasks:
+        return no_rows
+    return step.engine.needs(task) if task == loader and loader in by_rows else None
 
 
 def _batches_are_seen(trainer: Any) -> bool:

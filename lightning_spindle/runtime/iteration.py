@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_spindle.capture.layout import take_rows
+from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.graph import Result
 from lightning_spindle.program import Instruction, Program
 from lightning_spindle.runtime.gradients import PendingBucket
@@ -18,13 +20,43 @@ from lightning_spindle.timeline import Category, Event
 
 @dataclass(frozen=True, slots=True)
 class TaskBatch:
-    """A task's batch on this rank: its rows, and its leaves where the rank loads it.
+    """A task's batch on this rank: its rows, and its leaves where the rank reads any.
 
-    ``leaves`` is None on ranks that run no operator of the task.
+    ``held``: the row ranges that the leaves hold, one after the other; None for all rows. ``drawn``: a
+    checksum of what the sampler drew, 0 where that is not known.
     """
 
     rows: int
     leaves: list[Any] | None
+    held: tuple[Rows, ...] | None = None
+    drawn: int = 0
+
+    def taken(self, layout: BatchLayout, rows: Rows) -> list[Any]:
+        """Rows ``rows`` of each leaf, which this rank must hold."""
+        assert self.leaves is not None, "a rank runs an operator without its batch"
+        if rows == (0, self.rows) and self.held in (None, (rows,)):
+            return self.leaves
+        start = 0
+        for first, last in self.held or ((0, self.rows),):
+            if first <= rows[0] and rows[1] <= last:
+                begin = start + rows[0] - first
+                return take_rows(self.leaves, layout, begin, begin + rows[1] - rows[0])
+            start += last - first
+        raise AssertionError(f"rows {rows} were not read, but {self.held}")
+
+    def signature(self, layout: BatchLayout) -> Signature:
+        """The shapes of the batch without its rows; decides the shapes of values that go between ranks."""
+        assert self.leaves is not None
+        parts: list[Any] = []
+        for leaf, where in zip(self.leaves, layout.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                shape = list(leaf.shape)
+                if where.dim is not None:
+                    shape[where.dim] = -1
+                parts.append((tuple(shape), leaf.dtype))
+            else:
+                parts.append(type(leaf).__name__)
+        return tuple(parts)
 
 
 @dataclass(slots=True)

@@ -7,10 +7,14 @@ shards of a batch thus draw different masks, and shards of a replicated operator
 
 from __future__ import annotations
 
+import pickle
+import random
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -32,3 +36,9 @@ def operator_randomness(
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def shared_generators() -> tuple[Any, ...]:
+    """The state of the generators that samplers and datasets share, to be compared."""
+    numbers = np.random.get_state(legacy=False)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), pickle.dumps(numbers)

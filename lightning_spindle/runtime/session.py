@@ -33,7 +33,8 @@ class StepExample:
 
     ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``. Loaders
     named in ``drawing`` move the generators of the process that reads them, those in ``varying`` are
-    collated by user code, which may leave out an optional part of a batch.
+    collated by user code, which may leave out an optional part of a batch; those in ``by_rows`` are read row
+    by row, each rank's own.
     """
 
     batches: Mapping[str, Any]
@@ -41,6 +42,7 @@ class StepExample:
     arrangement: Arrangement | None = None
     drawing: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
+    by_rows: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

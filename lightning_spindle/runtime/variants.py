@@ -22,8 +22,8 @@ from lightning_spindle.capture import flatten, unflatten
 from lightning_spindle.capture.layout import layout_like, leaf_kind
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.program import follow, holders
-from lightning_spindle.runtime.loaders import RowsOnly
 from lightning_spindle.runtime.objects import broadcast_object
+from lightning_spindle.runtime.rowloading import PartialBatch
 from lightning_spindle.runtime.session import (
     TRAIN,
     Session,
@@ -72,10 +72,11 @@ class Variants:
         self._known = {task: [(example.batches[task], layout)] for task, layout in example.layouts.items()}
         self._now = dict.fromkeys(example.layouts, 0)
         self._steps = {tuple(self._now.values()): [main]}
-        # Of other tasks every rank sees each batch itself.
+        # Of other tasks every rank sees each whole batch itself.
+        by_rows = example.by_rows & main.capture.layouts.keys()
         unseen = [task for task in self._known if main.hosts(task) != everyone(transport)]
-        self._told = [task for task in unseen if task in example.varying]
-        self._fixed = [task for task in unseen if task not in example.varying]
+        self._told = [task for task in unseen if task in example.varying - by_rows]
+        self._fixed = by_rows | set(unseen) - set(self._told)
 
     def fitting(self, batches: Mapping[str, Any]) -> Step:
         """The step for these batches, the same on every rank; an idle task keeps its last structure.
@@ -91,9 +92,9 @@ class Variants:
         for task, code in codes.items():
             if code == _UNKNOWN and task in self._fixed:
                 raise ValueError(
-                    f"task {task}: a batch is of another structure than the example that was captured, "
-                    "though its loader collates by torch's default_collate, under which Spindle does not "
-                    "expect that; give the loader a collate_fn of your own"
+                    f"task {task}: a batch is of another structure than the example that was captured, which "
+                    "Spindle does not expect where ranks read rows alone, nor under torch's default_collate; "
+                    "give the loader a collate_fn of your own, and SpindleStrategy(row_loading=False)"
                 )
             if code == _UNKNOWN:
                 self._learn(task, batches[task])
@@ -126,7 +127,9 @@ class Variants:
         return steps[-1]
 
     def _code(self, task: str, batch: Any) -> int:
-        if batch is None or isinstance(batch, RowsOnly):
+        if isinstance(batch, PartialBatch):
+            batch = batch.batch
+        if batch is None:
             return _SILENT
         leaves, spec = flatten(batch, self._known[task][0][1].lists)
         kinds = tuple(map(leaf_kind, leaves))
