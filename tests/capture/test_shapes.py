@@ -24,6 +24,9 @@ from tests.support.workloads import data_of, model_of, size_of
 
 Batches = dict[str, dict[str, torch.Tensor]]
 
+LIMIT_S = 40.0
+"""Processor seconds of a capture: half of it on a core of its own, more where others share its caches."""
+
 
 def largest(size: WorkloadSize, count: int | None, device: str) -> Batches:
     return {task: data.largest_batch(device) for task, data in data_of(size, count).datamodules.items()}
@@ -106,7 +109,7 @@ def towers(graph: MetaGraph) -> Counter[tuple[int, Layout]]:
 def test_full_multitask_clip_in_seconds_and_without_its_memory() -> None:
     size = size_of("multitask_clip", "full")
     graph, seconds, peak_gb = measured(size)
-    assert seconds < 20
+    assert seconds < LIMIT_S
     assert peak_gb < 2
     assert sum(o.forward_flops for o in graph.operators) == pytest.approx(counted(size), rel=0.01)
     assert sum(p.bytes for p in graph.parameters) == pytest.approx(4 * 1.201e9, rel=0.01)
@@ -125,7 +128,7 @@ def test_full_multitask_clip_in_seconds_and_without_its_memory() -> None:
 def test_full_qwen_val() -> None:
     size = size_of("qwen_val", "full")
     graph, seconds, peak_gb = measured(size)
-    assert seconds < 20
+    assert seconds < LIMIT_S
     assert peak_gb < 2
     assert sum(o.forward_flops for o in graph.operators) == pytest.approx(counted(size), rel=0.01)
     assert sum(p.bytes for p in graph.parameters) == pytest.approx(4 * 10.3e9, rel=0.01)
