@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from benchmarking.launch import JOB, RESULT
@@ -33,11 +34,14 @@ class StepTimes(Recorder):
     Args:
         processes: how many ranks there must be.
         seed: of the batches' order.
+        folder: where this rank works.
     """
 
-    def __init__(self, processes: int, seed: int) -> None:
+    def __init__(self, processes: int, seed: int, folder: Path) -> None:
         super().__init__()
         self.processes, self.seed = processes, seed
+        self.folder = folder
+        self.folders: list[str] = []
         self.step_ms: list[float] = []
         self.preparation_s = 0.0
 
@@ -46,15 +50,18 @@ class StepTimes(Recorder):
         self._fit_start = time.perf_counter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the ranks, and let every system draw the same batches.
+        """Count the ranks, compare their folders, and let every system draw the same batches.
 
         Raises:
-            RuntimeError: for another number than was asked for.
+            RuntimeError: for another number than was asked for, or where folders differ.
         """
         self.preparation_s = time.perf_counter() - self._fit_start
         super().on_train_start(trainer, pl_module)
         if self.ranks != self.processes:
             raise RuntimeError(f"{self.ranks} ranks answered, the job is for {self.processes}")
+        self.folders = gathered(str(self.folder.absolute()))
+        if len(set(self.folders)) > 1:
+            raise RuntimeError(f"ranks work in different folders: {', '.join(self.folders)}")
         # Strategies leave the random state differently (DDP's resets it): loaders draw from it from now on.
         torch.manual_seed(self.seed)
         self._last = time.perf_counter()
@@ -65,6 +72,15 @@ class StepTimes(Recorder):
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
+
+
+def gathered(text: str) -> list[str]:
+    """Every rank's text, by rank."""
+    found = [text]
+    if dist.is_initialized():
+        found = [""] * dist.get_world_size()
+        dist.all_gather_object(found, text)
+    return found
 
 
 def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -79,7 +95,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         shares = {name: -(-own.batch_size // processes) for name, own in data.datamodules.items()}
         couple_globally(model.tasks, shares)
         data = MultiTaskDataModule({name: Sharded(whole) for name, whole in data.datamodules.items()})
-    times = StepTimes(processes, job["seed"])
+    times = StepTimes(processes, job["seed"], folder)
     trainer = Trainer(
         **job["trainer"],
         strategy=strategy_of(job["strategy"], job["options"], processes, job["planner"]),
@@ -101,6 +117,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     counted = times.step_ms[job["warmup"] :]
     return {
         "live_ranks": times.ranks,
+        "folders": times.folders,
         "step_ms": median(counted),
         "step_ms_fastest": min(counted),
         "step_ms_slowest": max(counted),

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import json
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ from lightning_spindle import tasklog
 from tasks.build import ModelSize, build_data, build_model
 from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
-from tests.support.ranks import ROOT, run_ranks, run_script
+from tests.support.ranks import ROOT, RankError, run_ranks, run_script
 from tests.support.workloads import data_of, model_of, size_of
 
 SIZE = ModelSize(width=16, layers=1, heads=2, mlp_ratio=2, embedding=8, dropout=0.0, patch=4, frames=5)
@@ -369,19 +370,31 @@ def test_systems_have_the_same_losses(tmp_path: Path) -> None:
         assert (found["predicted_ms"] is None) == (system != "spindle")
 
 
+def test_ranks_in_different_folders_are_an_error(tmp_path: Path) -> None:
+    described = measured.job_config(Job("ddp", 2, 0), composed(*TINY))
+
+    def fit_apart(rank: int, world: int) -> None:
+        fit(described, tmp_path / str(rank))
+
+    with pytest.raises(RankError, match="ranks work in different folders"):
+        run_ranks(fit_apart, 2, init_group=False)
+
+
 @pytest.mark.scripts
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_c21_every_job_has_its_own_ranks(tmp_path: Path) -> None:
-    """Two processes first, then one: each job's ranks are counted by a collective in the job."""
-    options = [*TINY, "processes=[2,1]", "+system.spindle.fewest_processes=2"]
-    options += [f"hydra.run.dir='{tmp_path / 'run'}'"]
+def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: Path) -> None:
+    """Two processes, one, and two again: ranks are counted by a collective, and tell where they work."""
+    options = ["-m", *TINY, "processes=[2,1]", "systems=[spindle,plain],[ddp]", "hydra.sweep.dir=swept"]
+    options += ["+system.spindle.fewest_processes=2"]
     output = run_script(ROOT / "benchmark.py", options, cwd=tmp_path, timeout_s=290).check().stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    with (tmp_path / "run" / "results.csv").open() as file:
+    assert [path.name for path in tmp_path.iterdir()] == ["swept"]
+    tree = tmp_path / "swept"
+    assert sorted(path.name for path in tree.iterdir() if path.is_dir()) == ["0", "1"]
+    with (tree / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = [(row["system"], row["live_ranks"], row["error"]) for row in rows]
-    assert found == [("spindle", "2", ""), ("ddp", "2", ""), ("plain", "1", "")]
+    assert found == [("spindle", "2", ""), ("plain", "1", ""), ("ddp", "2", "")]
     for row in rows:
         planned = row["system"] == "spindle"
         assert float(row["step_ms"]) > 0
@@ -389,6 +402,10 @@ def test_c21_every_job_has_its_own_ranks(tmp_path: Path) -> None:
         assert row["threads"] == "1"
         assert row["cpu"]
         assert row["cores"]
+    ranks = {"0/jobs/0-spindle-2": 2, "0/jobs/0-plain-1": 1, "1/jobs/0-ddp-2": 2}
+    assert {str(path.parent.relative_to(tree)) for path in tree.rglob("result.json")} == set(ranks)
+    for folder, count in ranks.items():
+        job = json.loads((tree / folder / "result.json").read_text())
+        assert job["folders"] == [str(tree / folder)] * count
     assert "Losses of the first 3 steps agree" in output
-    assert "ddp over spindle" in output
-    assert len(list((tmp_path / "run" / "jobs").glob("*/result.json"))) == 3
+    assert (tree / "report.md").read_text().count("Measured ") == 2
