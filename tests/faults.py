@@ -646,6 +646,36 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/test_benchmark.py::test_a_job_inherits_no_launch_variables",),
     ),
     Fault(
+        "benchmark-believes-the-number-of-ranks",
+        "benchmarking.measured:_problem",
+        bodies.returns(""),
+        ("tests/test_benchmark.py::test_other_ranks_than_asked_for_are_an_error",),
+    ),
+    Fault(
+        "benchmark-asks-one-rank-where-it-works",
+        "benchmarking.job:gathered",
+        bodies.changes_result(lambda folders: folders[:1]),
+        ("tests/test_benchmark.py::test_ranks_in_different_folders_are_an_error",),
+    ),
+    Fault(
+        "sweep-reports-every-attempt",
+        "benchmarking.sweep:latest",
+        bodies.passes_through(0),
+        ("tests/test_simulated.py::test_a_sweep_has_one_tree_one_table_and_one_report",),
+    ),
+    Fault(
+        "figures-of-all-tasks",
+        "benchmarking.figures.suite:part_of",
+        bodies.passes_through(0),
+        ("tests/test_figures.py::test_results_are_of_the_cell_that_was_asked_for",),
+    ),
+    Fault(
+        "figures-show-exposed-transfers-only",
+        "benchmarking.figures.placement:transfer_share",
+        bodies.returns(0.0),
+        ("tests/test_figures.py::test_transfers_beside_computing_count",),
+    ),
+    Fault(
         "failure-leaves-no-word",
         "lightning_spindle.runtime.failures:Failures.report",
         bodies.does_nothing,
