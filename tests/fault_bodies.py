@@ -234,14 +234,34 @@ def leaves_seed_behind(original: Function) -> Function:
 
 
 def takes_back_draws(original: Function) -> Function:
-    """What a constructor drew from the default generator is drawn again."""
+    """What the call drew from the default generator is drawn again."""
 
-    def faulty(*args: Any, **kwargs: Any) -> None:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
         import torch
 
         before = torch.get_rng_state()
-        original(*args, **kwargs)
+        result = original(*args, **kwargs)
         torch.set_rng_state(before)
+        return result
+
+    return faulty
+
+
+def needs_all_rows(original: Function) -> Function:
+    """A rank that runs anything of a task reads whole batches."""
+
+    def faulty(*args: Any) -> Any:
+        needs = original(*args)
+        return lambda rows: ((0, rows),) if needs(rows) else ()
+
+    return faulty
+
+
+def holds_everything(original: Function) -> Function:
+    """Rows are cut out of a batch as if it held all of them."""
+
+    def faulty(batch: Any, layout: Any, rows: Any) -> Any:
+        return original(replace(batch, held=None), layout, rows)
 
     return faulty
 

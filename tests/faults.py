@@ -65,6 +65,7 @@ LIBRARIES = "tests/capture/test_library_models.py"
 SAMPLERS = "tests/cases/test_c07_samplers.py"
 CHECKPOINTS = "tests/cases/test_c09_checkpoints.py"
 COLLATING = "tests/cases/test_collating.py"
+ROW_LOADING = "tests/cases/test_row_loading.py"
 BUFFERS = "tests/cases/test_written_buffers.py"
 MESSAGES = "tests/cases/test_c12_c13_messages.py"
 AGREEMENT = "tests/cases/test_c19_c23_agreement.py"
@@ -330,9 +331,94 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "draws-of-reading-unknown",
-        "lightning_spindle.runtime.loaders:_generators",
+        "lightning_spindle.runtime.randomness:shared_generators",
         bodies.returns(()),
-        (f"{COLLATING}::test_collating_that_draws",),
+        (
+            f"{COLLATING}::test_collating_that_draws",
+            f"{ROW_LOADING}::test_rows_that_depend_on_what_else_is_read[Drawing]",
+            f"{ROW_LOADING}::test_draws_that_come_later_are_an_error",
+        ),
+    ),
+    Fault(
+        "all-rows-read",
+        "lightning_spindle.runtime.rowneeds:rows_needed",
+        bodies.needs_all_rows,
+        (
+            f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",
+            f"{ROW_LOADING}::test_a_collate_function_of_ones_own",
+            f"{ROW_LOADING}::test_an_operator_that_reads_nothing_of_the_batch",
+            f"{ROW_LOADING}::test_evaluation_reads_rows_too",
+        ),
+    ),
+    Fault(
+        "wrong-rows-read",
+        "lightning_spindle.runtime.rowloading:_picked",
+        bodies.changes_arguments(lambda indices, held: (indices[:1] * len(indices), held)),
+        (
+            f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",
+            f"{ROW_LOADING}::test_rows_read_by_workers",
+            f"{SAMPLERS}::test_c07_each_sample_once_an_epoch",
+        ),
+    ),
+    Fault(
+        "rows-cut-as-of-whole-batches",
+        "lightning_spindle.runtime.iteration:TaskBatch.taken",
+        bodies.holds_everything,
+        (
+            f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",
+            f"{ROW_LOADING}::test_evaluation_reads_rows_too",
+        ),
+    ),
+    Fault(
+        "no-row-of-messages-read",
+        "lightning_spindle.runtime.rowneeds:_messages",
+        bodies.returns(()),
+        (f"{ROW_LOADING}::test_an_operator_that_reads_nothing_of_the_batch",),
+    ),
+    Fault(
+        "rows-read-alone-untried",
+        "lightning_spindle.runtime.rowloading:whole_because",
+        bodies.returns(None),
+        (
+            f"{ROW_LOADING}::test_rows_that_depend_on_what_else_is_read[Remembering]",
+            f"{ROW_LOADING}::test_padding_is_found_before_training",
+        ),
+    ),
+    Fault(
+        "later-draws-unnoticed",
+        "lightning_spindle.runtime.rowloading:DrawGuard.check",
+        bodies.does_nothing,
+        (f"{ROW_LOADING}::test_draws_that_come_later_are_an_error",),
+    ),
+    Fault(
+        "shapes-of-rows-not-compared",
+        "lightning_spindle.runtime.checks:require_same_shapes",
+        bodies.does_nothing,
+        (f"{ROW_LOADING}::test_padding_that_comes_later_is_an_error_on_every_rank",),
+    ),
+    Fault(
+        "rows-of-unlike-data",
+        "lightning_spindle.runtime.feeding:agree_on_rows",
+        bodies.passes_through(),
+        (f"{ROW_LOADING}::test_data_that_differ_by_rank_are_refused",),
+    ),
+    Fault(
+        "variants-get-the-planned-rows",
+        "lightning_spindle.runtime.feeding:_covered",
+        bodies.passes_through(1),
+        (f"{ROW_LOADING}::test_a_variant_of_the_step_reads_the_rows_that_it_sees",),
+    ),
+    Fault(
+        "indices-not-compared",
+        "lightning_spindle.runtime.rowloading:PartialBatch.drawn",
+        bodies.returns(0),
+        (f"{SAMPLERS}::test_c07_a_sampler_seeded_by_the_rank_is_refused",),
+    ),
+    Fault(
+        "reading-rows-draws-nothing",
+        "lightning_spindle.runtime.rowloading:RowReader.batches",
+        bodies.takes_back_draws,
+        ("tests/runtime/test_loaders.py::test_reading_some_rows_changes_no_draw",),
     ),
     Fault(
         "buffers-of-some-modules-forgotten",
