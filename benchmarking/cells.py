@@ -26,14 +26,18 @@ def cell_of(config: Mapping[str, Any]) -> Cell:
     workload, cluster = config["workload"], config["cluster"]
     if workload["name"] not in WORKLOADS:
         raise ValueError(f"{workload['name']} is measured only; simulated are {', '.join(WORKLOADS)}")
-    return _cell(json.dumps(workload, sort_keys=True), json.dumps(cluster, sort_keys=True))
+    return _cell(
+        json.dumps(workload, sort_keys=True),
+        json.dumps(cluster, sort_keys=True),
+        bool(config.get("shard_optimizer_state", False)),
+    )
 
 
 WORKLOADS = ("multitask_clip", "ofasys", "qwen_val")
 
 
 @cache
-def _cell(workload: str, cluster: str) -> Cell:
+def _cell(workload: str, cluster: str, shard_optimizer_state: bool) -> Cell:
     wanted = json.loads(workload)
     built = build_cluster(json.loads(cluster))
     size_name = wanted["size"] or "full"
@@ -41,7 +45,8 @@ def _cell(workload: str, cluster: str) -> Cell:
     names = task_names(workload_size(wanted["name"], size), wanted["tasks"])
     graph = of_tasks(captured(wanted["name"], json.dumps(size)), names)
     title = wanted["name"] if size_name == "full" else f"{wanted['name']} ({size_name})"
-    return Cell(title, len(names), built.name, AnalyticCosts(graph, built.cluster, built.kind))
+    costs = AnalyticCosts(graph, built.cluster, built.kind)
+    return Cell(title, len(names), built.name, costs, shard_optimizer_state)
 
 
 def of_tasks(graph: OperatorGraph, tasks: Collection[str]) -> OperatorGraph:

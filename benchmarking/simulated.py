@@ -41,6 +41,8 @@ class SimulatedRow:
     planner: str
     setting: str
     """How a baseline divides its work; the planner that "auto" chose."""
+    optimizer_state: str = ""
+    """"whole" or "sharded" of Spindle."""
     iteration_ms: float | None = None
     planning_s: float | None = None
     c_star_ms: float | None = None
@@ -60,9 +62,10 @@ class SimulatedRow:
     error: str = ""
 
     @property
-    def key(self) -> tuple[str, int, str, int, str, str]:
+    def key(self) -> tuple[str, int, str, int, str, str, str]:
         """What makes a row the same job as another."""
-        return (self.workload, self.tasks, self.cluster, self.devices, self.system, self.planner)
+        cell = (self.workload, self.tasks, self.cluster, self.devices)
+        return (*cell, self.optimizer_state, self.system, self.planner)
 
     @property
     def name(self) -> str:
@@ -138,6 +141,7 @@ class Cell:
             system=system,
             planner=planner,
             setting=setting,
+            optimizer_state=_optimizer_state(self.shard_optimizer_state) if system == "spindle" else "",
             operators=len(self.graph.operators),
             metaops=len(self.metagraph.metaops),
         )
@@ -203,8 +207,13 @@ def refused(config: Mapping[str, Any], refusal: ValueError) -> SimulatedRow:
         system="spindle",
         planner=config["planner"]["name"],
         setting="",
+        optimizer_state=_optimizer_state(config.get("shard_optimizer_state", False)),
         error=_reason(refusal),
     )
+
+
+def _optimizer_state(sharded: bool) -> str:
+    return "sharded" if sharded else "whole"
 
 
 def _now() -> str:

@@ -92,6 +92,43 @@ def knows_own_parameters_only(original: Function) -> Function:
     return faulty
 
 
+def gives_all_to_the_first(original: Function) -> Function:
+    """Every parameter's optimizer state is on the first of its holders."""
+
+    def faulty(parameters: Any, held: Any, known: Any = None) -> Any:
+        return {name: held[name][0] for name in original(parameters, held, known)}
+
+    return faulty
+
+
+def shares_out_anew(original: Function) -> Function:
+    """Who stepped a parameter before is forgotten."""
+
+    def faulty(parameters: Any, held: Any, known: Any = None) -> Any:
+        return original(parameters, held)
+
+    return faulty
+
+
+def leaves_gradients_hidden(original: Function) -> Function:
+    """After the step only owners see gradients."""
+
+    def faulty(self: Any, *args: Any) -> None:
+        self._hidden.clear()
+        original(self, *args)
+
+    return faulty
+
+
+def counts_all_as_stepped(original: Function) -> Function:
+    """A device is thought to keep the optimizer state of all that it holds."""
+
+    def faulty(self: Any, parameters: Any, stepped: Any) -> Any:
+        return original(self, parameters, parameters)
+
+    return faulty
+
+
 def gives_zero_for_none(original: Function) -> Function:
     """A step that runs as one operator and gives no loss gives zero times its parameters."""
 

@@ -59,6 +59,8 @@ SKIPPED = "tests/cases/test_c37_skipped_steps.py"
 NORMS = "tests/cases/test_c43_batch_norm.py"
 FREEZING = "tests/cases/test_freezing.py"
 ATTRIBUTES = "tests/cases/test_attributes.py"
+SHARDED = "tests/cases/test_sharded_state.py"
+OWNERSHIP = "tests/test_ownership.py"
 SHARED = "tests/cases/test_c06_c18_shared.py"
 PARAMETERS = "tests/cases/test_c25_c35_c51_parameters.py"
 LIBRARIES = "tests/capture/test_library_models.py"
@@ -500,6 +502,107 @@ FAULTS: tuple[Fault, ...] = (
         (
             f"{FREEZING}::test_groups_that_were_added_are_saved",
             f"{FREEZING}::test_what_cannot_be_followed_is_refused",
+        ),
+    ),
+    Fault(
+        "optimizer-state-kept-by-all",
+        "lightning_spindle.runtime.sharding:ShardedStep._hide",
+        bodies.does_nothing,
+        (f"{SHARDED}::test_each_state_is_kept_once",),
+    ),
+    Fault(
+        "resumed-state-kept-by-all",
+        "lightning_spindle.runtime.state:LocalisedModel.steps",
+        bodies.returns(True),
+        (f"{SHARDED}::test_each_state_is_kept_once",),
+    ),
+    Fault(
+        "new-values-not-given",
+        "lightning_spindle.runtime.engine:Engine.share",
+        bodies.does_nothing,
+        (
+            f"{SHARDED}::test_each_state_is_kept_once",
+            f"{SHARDED}::test_accumulation",
+            f"{SHARDED}::test_idle_tasks_rest",
+            "tests/parity/test_work.py::test_sharded_optimizer_state",
+        ),
+    ),
+    Fault(
+        "new-values-not-taken",
+        "lightning_spindle.runtime.sharding:PendingValues.finish",
+        bodies.does_nothing,
+        (
+            f"{SHARDED}::test_data_parallel_states_are_of_equal_size",
+            f"{SHARDED}::test_freezing_and_adding_groups",
+        ),
+    ),
+    Fault(
+        "gradients-stay-hidden",
+        "lightning_spindle.runtime.sharding:ShardedStep._after",
+        bodies.leaves_gradients_hidden,
+        (
+            f"{SHARDED}::test_each_state_is_kept_once",
+            f"{SHARDED}::test_gradients_are_clipped_on_every_holder",
+        ),
+    ),
+    Fault(
+        "the-optimizer-stays-divided",
+        "lightning_spindle.runtime.sharding:ShardedStep.end",
+        bodies.does_nothing,
+        (f"{SHARDED}::test_each_state_is_kept_once",),
+    ),
+    Fault(
+        "all-state-on-the-first-holder",
+        "lightning_spindle.program.ownership:owners",
+        bodies.gives_all_to_the_first,
+        (
+            f"{SHARDED}::test_data_parallel_states_are_of_equal_size",
+            f"{OWNERSHIP}::test_shares_are_balanced_and_the_same_on_every_rank",
+        ),
+    ),
+    Fault(
+        "shared-out-anew-when-ranks-join",
+        "lightning_spindle.program.ownership:owners",
+        bodies.shares_out_anew,
+        (
+            f"{SHARDED}::test_ranks_that_come_to_hold_a_parameter_get_its_values",
+            f"{OWNERSHIP}::test_who_steps_a_parameter_goes_on_when_others_join",
+        ),
+    ),
+    Fault(
+        "state-saved-by-the-first-holder",
+        "lightning_spindle.runtime.state:LocalisedModel.owner",
+        lambda original: lambda self, name: self.held[name][0],
+        (
+            f"{CHECKPOINTS}::test_c09_the_file_is_a_plain_one",
+            f"{CHECKPOINTS}::test_c09_a_divided_optimizer_resumes_anywhere",
+        ),
+    ),
+    Fault(
+        "planned-as-if-whole",
+        "lightning_spindle.planner.problem:PlanningProblem.state_factor",
+        bodies.returns(4.0),
+        (
+            f"{OWNERSHIP}::test_holders_divide_optimizer_state_in_the_planners_ledger",
+            f"{OWNERSHIP}::test_what_fits_only_when_divided_is_planned",
+        ),
+    ),
+    Fault(
+        "simulated-as-if-whole",
+        "lightning_spindle.costs.base:Costs.held_bytes",
+        bodies.counts_all_as_stepped,
+        (
+            f"{OWNERSHIP}::test_dividing_lowers_the_memory_of_simulated_iterations",
+            f"{OWNERSHIP}::test_a_divided_step_takes_half_of_the_time_and_then_the_broadcasts",
+        ),
+    ),
+    Fault(
+        "broadcasts-cost-nothing",
+        "lightning_spindle.costs.base:Costs.broadcast_s",
+        bodies.returns(0.0),
+        (
+            f"{OWNERSHIP}::test_a_divided_step_takes_half_of_the_time_and_then_the_broadcasts",
+            f"{OWNERSHIP}::test_broadcasts_of_all_shares_take_as_long_as_gathering_them",
         ),
     ),
     Fault(

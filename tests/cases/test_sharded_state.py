@@ -41,9 +41,11 @@ class KeepsState(Callback):
 
     kept: dict[str, dict[str, int]] = field(default_factory=dict)
     stepped: set[str] = field(default_factory=set)
+    optimizer: torch.optim.Optimizer | None = None
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         names = {id(p): n for n, p in module.named_parameters()}
+        self.optimizer = trainer.optimizers[0]
         state = trainer.optimizers[0].state
         self.kept = {
             names[id(p)]: {k: v.numel() for k, v in s.items() if isinstance(v, torch.Tensor)}
@@ -65,6 +67,9 @@ def toy_fits(optimizer: str, strategy: Callable[[], Any], devices: int) -> list[
         keeps = KeepsState()
         make = functools.partial(toys.model, optimizer)
         fit = fit_once(make, toys.data, strategy(), devices=size, max_steps=STEPS, callbacks=[keeps])
+        assert keeps.optimizer is not None
+        assert not keeps.optimizer._optimizer_step_pre_hooks, "after the fit the optimizer is as it was"
+        keeps.optimizer = None
         return fit, keeps
 
     return run_ranks(rank, devices, init_group=devices > 1)

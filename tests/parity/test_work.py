@@ -6,7 +6,7 @@ All batches have the same shapes but for their rows, so that the example's FLOPs
 import functools
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -111,6 +111,7 @@ class Counts:
     messages: dict[str, Counter[Kind]] = field(default_factory=dict)
     bytes: dict[str, Counter[Kind]] = field(default_factory=dict)
     summed_bytes: int = 0
+    broadcast_bytes: int = 0
 
 
 def watch_transport(transport: ProcessGroupTransport, counts: Counts) -> None:
@@ -132,6 +133,11 @@ def watch_transport(transport: ProcessGroupTransport, counts: Counts) -> None:
         counts.summed_bytes += tensor.nbytes
         return plain.all_reduce(transport, tensor, ranks)
 
+    def broadcast(tensor: torch.Tensor, source: int, ranks: tuple[int, ...]) -> Any:
+        counts.broadcast_bytes += tensor.nbytes
+        return plain.broadcast(transport, tensor, source, ranks)
+
+    transport.broadcast = broadcast  # type: ignore[method-assign]
     transport.send = counted("sent", plain.send)  # type: ignore[method-assign]
     transport.receive = counted("received", plain.receive)  # type: ignore[method-assign]
     transport.all_reduce = all_reduce  # type: ignore[method-assign]
@@ -161,15 +167,19 @@ class Watch(Callback):
     ) -> None:
         assert self._counter is not None
         self._counter.__exit__(None, None, None)
-        self.counts[index].flops = float(self._counter.get_total_flops())
+        # A copy: what comes after the last batch is no work of it.
+        self.counts[index] = replace(self.counts[index], flops=float(self._counter.get_total_flops()))
         self.live = {n: p.nbytes for n, p in module.named_parameters() if p.device.type != "meta"}
 
 
-def watched_fit(devices: int, plan: ExecutionPlan | None = None, plain: bool = False) -> list[Watch]:
+def watched_fit(
+    devices: int, plan: ExecutionPlan | None = None, plain: bool = False, **options: Any
+) -> list[Watch]:
     def rank(index: int, size: int) -> Watch:
         seed_everything(7, verbose=False)
         watch = Watch()
-        strategy = "auto" if plain else SpindleStrategy(plan=plan, profile_budget_s=1.0, timeline=False)
+        given = {"plan": plan, "profile_budget_s": 1.0, "timeline": False, **options}
+        strategy = "auto" if plain else SpindleStrategy(**given)
         Trainer(
             accelerator="cpu",
             devices=size,
@@ -262,6 +272,7 @@ def assert_divided(ranks: list[Watch], plan: ExecutionPlan | None) -> None:
             # Every result with who has it, every task's rows, and the digest of what must be alike.
             exchange = (2 * len(graph.results) + len({o.task for o in graph.operators}) + 1) * 8
             assert ours.summed_bytes == work.summed.bytes + flags * ITEM_BYTES + exchange, where
+            assert ours.broadcast_bytes == work.broadcast.bytes, where
             if batch == FULL:
                 assert ours.flops == pytest.approx(work.flops, rel=0.01), where
         total = sum(watch.counts[batch].flops for watch in ranks)
@@ -329,6 +340,20 @@ def test_data_parallel() -> None:
     flops = [watch.counts[FULL].flops for watch in ranks]
     assert max(flops) < 0.5 * sum(flops)
     assert all(set(watch.live) == set(ranks[0].live) for watch in ranks)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sharded_optimizer_state(seed: int) -> None:
+    """The new values of all that is shared are broadcast, each once."""
+    devices = 2 + 2 * seed
+    plan = random_plan(metagraph(), devices, seed)
+    ranks = watched_fit(devices, plan, shard_optimizer_state=True)
+    assert_divided(ranks, plan)
+    program = ranks[0].program
+    assert program is not None
+    shared = {p for bucket in program.buckets for p in bucket.parameters}
+    assert shared
+    assert {p for b in program.broadcasts for p in b.parameters} == shared
 
 
 def test_tasks_apart() -> None:
