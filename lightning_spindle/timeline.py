@@ -1,8 +1,8 @@
 """What ran when: the timeline that the simulator predicts and the engine measures.
 
-Both (and the engine on virtual devices, "emulated") write the same ``Timeline``, so that predicted and measured iterations go through the
-same tables, plots and traces. Times are seconds from the start of the iteration, on one
-clock for all ranks.
+Both (and the engine on virtual devices, "emulated") write the same ``Timeline``, so that their
+iterations go through the same tables, plots and traces. Times are seconds from the start of the
+iteration, on one clock for all ranks.
 """
 
 from __future__ import annotations

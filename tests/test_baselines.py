@@ -61,9 +61,7 @@ def test_tasks_run_one_after_the_other_on_all_devices() -> None:
     for rank in range(8):
         computing = [e for e in timeline.on(rank) if e.category.computes and e.task]
         assert [e.task for e in computing] == sorted(e.task for e in computing)
-        assert all(
-            before.end_s <= after.start_s for before, after in itertools.pairwise(computing)
-        )
+        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(computing))
     assert timeline.on(0) == tuple(replace(e, rank=0) for e in timeline.on(7))
 
 
