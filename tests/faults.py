@@ -789,12 +789,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        "absent-leaf-taken-as-in-the-example",
-        "lightning_spindle.capture.layout:require_like_example",
-        bodies.does_nothing,
-        ("tests/cases/test_c16_missing.py::test_leaf_that_comes_or_goes_is_refused",),
-    ),
-    Fault(
         "every-process-draws-whole-batches",
         "datamodules.sharded:shard",
         bodies.passes_through(0),
