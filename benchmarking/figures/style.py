@@ -111,7 +111,7 @@ def legend(figure: Figure, axes: Iterable[Axes], columns: int = 5) -> None:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a picture that is the same for equal figures."""
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    figure.savefig(path, dpi=90, metadata={"Software": None})
     return path
 
 
