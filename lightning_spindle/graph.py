@@ -36,6 +36,17 @@ class Reduction(StrEnum):
     """Computed from all rows at once; one shard has it."""
 
 
+class Reading(StrEnum):
+    """What the devices that read a value see of it."""
+
+    OWN = "own"
+    """Their own rows; a value without rows as it is."""
+    GATHERED = "gathered"
+    """The rows of the whole batch (``functional.gather_batch``)."""
+    SUMMED = "summed"
+    """The sum of what its producer's devices have (``functional.batch_sum``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter by its canonical name (first of ``named_parameters``); ties share one name."""
@@ -64,6 +75,12 @@ class Value:
     dynamic: bool = False
     shape: tuple[int, ...] = ()
     """Its shape on the example batch, for people to read."""
+    reading: Reading = Reading.OWN
+
+    @property
+    def meets(self) -> bool:
+        """Whether each device that reads the value needs what all of its producer's devices have."""
+        return self.reading is not Reading.OWN
 
 
 @dataclass(frozen=True, slots=True)

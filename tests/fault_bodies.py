@@ -245,6 +245,35 @@ def overlaps_rows(original: Function) -> Function:
     return faulty
 
 
+def counts_rows_from_zero(original: Function) -> Function:
+    """A shard's row numbers are those of a batch of its own."""
+
+    def faulty(engine: Any, source: Any, leaves: Any, env: Any, rows: Any, iteration: Any) -> Any:
+        return original(engine, source, leaves, env, (0, rows[1] - rows[0]), iteration)
+
+    return faulty
+
+
+def reads_ones_own(original: Function) -> Function:
+    """What is marked to be gathered or summed is not."""
+
+    def faulty(*args: Any) -> Any:
+        from lightning_spindle.graph import Reading
+
+        return Reading.OWN
+
+    return faulty
+
+
+def joins_one_of_values_without_rows(original: Function) -> Function:
+    """Of sums over parts of the rows the first is taken."""
+
+    def faulty(parts: Any, value: Any) -> Any:
+        return original(sorted(parts)[:1] if value.dim is None else parts, value)
+
+    return faulty
+
+
 def keeps_rank_zeros(original: Function) -> Function:
     """Of what ranks gathered, only rank 0's is used."""
 

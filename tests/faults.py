@@ -70,6 +70,7 @@ COLLATING = "tests/cases/test_collating.py"
 ROW_LOADING = "tests/cases/test_row_loading.py"
 BUFFERS = "tests/cases/test_written_buffers.py"
 MESSAGES = "tests/cases/test_c12_c13_messages.py"
+GATHERED = "tests/cases/test_gather_batch.py"
 AGREEMENT = "tests/cases/test_c19_c23_agreement.py"
 DROPOUT = "tests/cases/test_c45_dropout.py"
 KINDS = "tests/cases/test_kinds_of_tasks.py"
@@ -448,6 +449,63 @@ FAULTS: tuple[Fault, ...] = (
         "lightning_spindle.capture.measure:measure",
         bodies.holds_on_to_parameters,
         ("tests/runtime/test_memory.py::test_capture_holds_on_to_no_parameter",),
+    ),
+    Fault(
+        "gathered-rows-are-ones-own",
+        "lightning_spindle.program.program:Edge.reads",
+        bodies.passes_through(1),
+        (f"{GATHERED}::test_parity[together]", f"{GATHERED}::test_only_features_travel"),
+    ),
+    Fault(
+        "sums-of-one-device",
+        "lightning_spindle.runtime.rows:join",
+        bodies.joins_one_of_values_without_rows,
+        (f"{GATHERED}::test_parity[four-tokens]",),
+    ),
+    Fault(
+        "rows-counted-from-zero",
+        "lightning_spindle.runtime.engine:Engine._argument",
+        bodies.counts_rows_from_zero,
+        (f"{GATHERED}::test_parity[four]", f"{GATHERED}::test_a_step_over_several_loaders"),
+    ),
+    Fault(
+        "gathering-ignored",
+        "lightning_spindle.capture.classify:_Classifier._reading",
+        bodies.reads_ones_own,
+        (
+            f"{GATHERED}::test_a_loss_of_all_pairs_is_split",
+            f"{GATHERED}::test_a_mean_over_tokens_is_summed_where_the_tokens_are",
+        ),
+    ),
+    Fault(
+        "gathered-rows-counted-in-the-batch",
+        "lightning_spindle.capture.sizes:_may_count_gathered",
+        bodies.returns(False),
+        (f"{GATHERED}::test_a_loss_of_all_pairs_is_split[Repelling]",),
+    ),
+    Fault(
+        "gathered-where-it-is-given",
+        "lightning_spindle.capture.grouping:Grouping._reads_whole_batch",
+        bodies.returns(False),
+        (
+            f"{GATHERED}::test_a_loss_of_all_pairs_is_split[Repelling]",
+            f"{GATHERED}::test_a_condition_on_gathered_rows_makes_a_step_one_operator",
+        ),
+    ),
+    Fault(
+        "gatherers-join-who-gives",
+        "lightning_spindle.planner.contraction:_meet",
+        bodies.returns(False),
+        (f"{GATHERED}::test_a_producer_and_who_gathers_its_rows_are_never_one_run",),
+    ),
+    Fault(
+        "values-never-meet",
+        "lightning_spindle.graph:Value.meets",
+        bodies.returns(False),
+        (
+            f"{GATHERED}::test_measured_against_all_rows",
+            f"{GATHERED}::test_a_run_that_gathers_from_itself_is_refused",
+        ),
     ),
     Fault(
         "all-gather-takes-what-it-gets",

@@ -17,9 +17,9 @@ from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.grouping import Group, Grouping
 from lightning_spindle.capture.guards import guard
 from lightning_spindle.capture.measure import Measured
-from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source, ValueRef
+from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, RowNumbers, Source, ValueRef
 from lightning_spindle.capture.step import Step, StepTrace
-from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
+from lightning_spindle.graph import Layout, Operator, Reading, Reduction, Result, Value
 
 
 @dataclass
@@ -90,6 +90,8 @@ class Assembler:
             if node.op == "placeholder":
                 is_index = node is self.trace.batch_idx
                 sources.append((node, BatchIndex() if is_index else LeafRef(self.trace.leaves.index(node))))
+            elif self.infos[node].counts:
+                sources.append((node, RowNumbers()))
         sources += [(node, ValueRef(self.value_name(node))) for node in read]
         parameters = self._parameters(inside)
         saved: dict[int, int] = {}
@@ -136,6 +138,8 @@ class Assembler:
         if measured.shape is None or len(info.kinds) != 1:
             raise TraceError(f"the value of {node.name}, no tensor, is used by several operators")
         kind = info.kinds[0]
+        if info.reading is Reading.GATHERED:
+            kind = self.infos[node.all_input_nodes[0]].kinds[0]  # as its producer has it
         return Value(
             self.value_name(node),
             kind.dim if kind.tag == "rows" else None,
@@ -144,6 +148,7 @@ class Assembler:
             measured.differentiable,
             info.dynamic,
             measured.shape,
+            info.reading,
         )
 
     def _parameters(self, inside: list[fx.Node]) -> tuple[str, ...]:

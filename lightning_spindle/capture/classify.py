@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_spindle import functional
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.evaluate import (
@@ -28,10 +29,12 @@ from lightning_spindle.capture.evaluate import (
 )
 from lightning_spindle.capture.kinds import (
     ALL_ROWS,
+    GATHERED,
     PARTS,
     PERMUTED,
     ROWS,
     STATIC,
+    SUM,
     WHOLE,
     Kind,
     alike,
@@ -43,6 +46,7 @@ from lightning_spindle.capture.layout import pick, pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.step import StepTrace
 from lightning_spindle.capture.stirred import stirred, without_coincidence
+from lightning_spindle.graph import Reading
 
 _SHAPE_ONLY = {"size", "dim", "numel", "stride", "ndimension", "is_floating_point", "new_zeros", "new_ones",
                "new_full", "new_empty", "new_tensor", "get_device", "is_complex", "nelement"}  # fmt: skip
@@ -54,7 +58,8 @@ class Info:
     """What is known of a node: a kind for each leaf of its value.
 
     ``coupling``: it needs all rows at once, whatever its value's kind. ``writes``: buffers that
-    it changes. ``draws``: it draws random numbers.
+    it changes. ``draws``: it draws random numbers. ``reading``: what a part sees of its value.
+    ``counts``: its value is the numbers of rows.
     """
 
     kinds: list[Kind]
@@ -62,6 +67,8 @@ class Info:
     draws: bool = False
     writes: tuple[str, ...] = ()
     dynamic: bool = False
+    reading: Reading = Reading.OWN
+    counts: bool = False
 
     @property
     def tags(self) -> set[str]:
@@ -146,10 +153,16 @@ class _Classifier:
         self.infos[node] = info
         if self._is_metric(node):
             info.kinds = [WHOLE] * len(flat)
+        elif node.target is functional.batch_rows and self._given(node) == Kind("rows", 0, 1):
+            info.kinds, info.counts = [Kind("rows", 0, 1)], True
+        elif (reading := self._reading(node)) is not Reading.OWN:
+            info.kinds, info.reading = [GATHERED], reading
         elif not inputs - {"static"}:
             alone = info.draws or node in self.static_anchors or self.is_block(node)
             info.kinds, info.coupling = [WHOLE if alone else STATIC] * len(flat), info.draws
-        elif "whole" in inputs and not inputs - {"whole", "static", "size"}:
+        elif "gathered" in inputs and not inputs - {"gathered", "static"}:
+            info.kinds, info.coupling = [GATHERED] * len(flat), info.draws
+        elif "whole" in inputs and not inputs - {"whole", "static", "size", "gathered"}:
             info.kinds = [WHOLE] * len(flat)
             self._run_part(node, PERMUTED, restore)
         else:
@@ -264,7 +277,7 @@ class _Classifier:
         for i, (leaf, kind) in enumerate(zip(whole, self.infos[node].kinds, strict=True)):
             if kind.tag == "rows":
                 leaves.append(pick(leaf, kind.dim, kind.per_row, part))
-            elif kind.tag == "static" or (kind.tag == "whole" and part is not PERMUTED):
+            elif kind.tag in ("static", "gathered") or (kind.tag == "whole" and part is not PERMUTED):
                 leaves.append(leaf)
             elif own is None:
                 raise RuntimeError(f"{node} has no value for a part of the rows")
@@ -278,6 +291,28 @@ class _Classifier:
 
     def _is_metric(self, node: fx.Node) -> bool:
         return node.target is patches.update_metric or is_metric(self._module(node))
+
+    def _given(self, node: fx.Node) -> Kind | None:
+        """The kind of the one tensor that ``node`` is given."""
+        kinds = [kind for n in node.all_input_nodes for kind in self.infos[n].kinds]
+        return kinds[0] if len(kinds) == 1 else None
+
+    def _reading(self, node: fx.Node) -> Reading:
+        """What each part is to see of the value of ``node``; gathering what has no rows changes nothing."""
+        given = self._given(node)
+        if given is not None and node.target is functional.gather_batch and given.tag == "rows":
+            return Reading.GATHERED
+        sums = node.target is functional.batch_sum and given == SUM
+        if sums and self._is_plain_sum(node.all_input_nodes[0]):
+            return Reading.SUMMED
+        return Reading.OWN
+
+    def _is_plain_sum(self, node: fx.Node) -> bool:
+        """Whether a sum can be computed again by each who needs it."""
+        info = self.infos[node]
+        plain = node.op != "call_module" and not (info.coupling or info.draws or info.writes)
+        inputs = [n for n in node.all_input_nodes if self.infos[n].tags & {"mean", "sum"}]
+        return plain and all(self._is_plain_sum(n) for n in inputs)
 
     def _is_anchor(self, node: fx.Node) -> bool:
         module = self._module(node)

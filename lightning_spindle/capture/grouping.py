@@ -17,12 +17,12 @@ from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.classify import Info
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.step import StepTrace
-from lightning_spindle.graph import Layout
+from lightning_spindle.graph import Layout, Reading
 
 
 @dataclass(eq=False)
 class Group:
-    """Nodes that make one operator. ``role``: block, light, couple, glue, metric or tail."""
+    """Nodes that make one operator. ``role``: block, light, couple, glue, sums, metric or tail."""
 
     role: str
     owned: list[fx.Node] = field(default_factory=list)
@@ -40,7 +40,8 @@ class Grouping:
 
     Guaranteed: every node that a result, a metric or a written buffer needs is in at least one
     group; random nodes, nodes that couple samples and anchors with rows are in exactly one;
-    groups are in an order in which they can run.
+    groups are in an order in which they can run. What reads a value from the whole batch is in another
+    group than the one that gives it, unless that one runs whole.
     """
 
     def __init__(self, trace: StepTrace, infos: dict[fx.Node, Info]) -> None:
@@ -50,6 +51,7 @@ class Grouping:
         self.tail = Group("tail")
         self.after_metrics = Group("tail", whole=True)
         self.results = set(trace.results.values())
+        self.summands = self._summands()
         self.live = self._live()
         self.leads_on = self._leads_to_anchors()
         for node in trace.graph.nodes:
@@ -87,7 +89,7 @@ class Grouping:
     def needed(self, group: Group) -> tuple[list[fx.Node], list[fx.Node]]:
         """All nodes that ``group`` runs, in order, and the other groups' nodes that it reads."""
         inside, read = set(group.owned), []
-        stack = [n for node in group.owned for n in node.all_input_nodes]
+        stack = [n for node in group.owned for n in self._needs(node)]
         seen: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -98,26 +100,41 @@ class Grouping:
                 read.append(node)
             else:
                 inside.add(node)
-                stack.extend(node.all_input_nodes)
+                stack.extend(self._needs(node))
         order = {node: i for i, node in enumerate(self.trace.graph.nodes)}
         return sorted(inside, key=order.__getitem__), sorted(read, key=order.__getitem__)
 
     def producers(self, node: fx.Node) -> set[Group]:
         """Groups whose values ``node`` needs, through nodes that are copied."""
-        found: set[Group] = set()
+        return {self.owner[n] for n in self._owned_inputs(node)}
+
+    def _owned_inputs(self, node: fx.Node) -> set[fx.Node]:
+        """Nodes of groups that ``node`` needs, through nodes that are copied."""
+        found: set[fx.Node] = set()
         seen: set[fx.Node] = set()
-        stack = list(node.all_input_nodes)
+        stack = self._needs(node)
         while stack:
             at = stack.pop()
             if at in seen:
                 continue
             seen.add(at)
-            owner = self.owner.get(at)
-            if owner is None:
-                stack.extend(at.all_input_nodes)
+            if self.owner.get(at) is None:
+                stack.extend(self._needs(at))
             else:
-                found.add(owner)
+                found.add(at)
         return found
+
+    def _needs(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that must be computed for ``node``; the numbers of rows are known without any."""
+        return [] if node in self.infos and self.infos[node].counts else list(node.all_input_nodes)
+
+    def _meets(self, node: fx.Node) -> bool:
+        """Whether each device needs of ``node``'s value what all of its group's devices have."""
+        return node in self.infos and self.infos[node].reading is not Reading.OWN
+
+    def _reads_whole_batch(self, node: fx.Node) -> bool:
+        """Whether ``node`` cannot be in the group that gives its inputs."""
+        return any(self._meets(n) for n in self._owned_inputs(node))
 
     def upstream(self, group: Group) -> set[Group]:
         """Groups that must run before ``group``."""
@@ -145,6 +162,20 @@ class Grouping:
                 stack.extend(node.all_input_nodes)
         return live
 
+    def _summands(self) -> set[fx.Node]:
+        """Sums over a part's rows that lead to a sum over all: each who needs one computes it."""
+        stack = [n for s in self.trace.graph.nodes if self._meets_as_sum(s) for n in s.all_input_nodes]
+        found: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(n for n in node.all_input_nodes if self.infos[n].tags & {"mean", "sum"})
+        return found
+
+    def _meets_as_sum(self, node: fx.Node) -> bool:
+        return node in self.infos and self.infos[node].reading is Reading.SUMMED
+
     def _writes(self, node: fx.Node) -> bool:
         return node in self.infos and bool(self.infos[node].writes)
 
@@ -167,10 +198,16 @@ class Grouping:
         info, producers = self.infos[node], self.producers(node)
         if node.meta.get("protects"):
             pass  # a clone belongs to the operation that changes it, wherever that is
+        elif info.counts or node in self.summands:
+            pass  # copied
         elif self.is_metric(node):
             self._new("metric", node)
         elif producers & {self.tail, self.after_metrics} or self._is_result(node, producers):
             self._to_tail(node, producers)
+        elif info.reading is Reading.GATHERED:
+            self._assign_gathered(node)
+        elif info.reading is Reading.SUMMED:
+            self._assign_sum(node, producers)
         elif self._extracts(node):
             self._join(self.owner[node.all_input_nodes[0]], node)
         elif self.is_block(node) and (info.tags != {"static"}):
@@ -208,14 +245,36 @@ class Grouping:
         self.owner[node] = group
         info = self.infos[node]
         group.whole |= info.coupling or bool(info.writes)
-        if group.role != "tail" and info.tags & {"mean", "sum", "whole"} and not info.tags & {"rows"}:
+        alone = info.tags & {"mean", "sum", "whole", "gathered"} and not info.tags & {"rows"}
+        if group.role != "tail" and alone:
             group.whole |= self.is_anchor(node) or bool(info.tags & {"mean", "sum"})
 
     def _to_tail(self, node: fx.Node, producers: set[Group]) -> None:
         metrics = self.after_metrics in producers or any(
             g.role == "metric" or any(u.role == "metric" for u in self.upstream(g)) for g in producers
         )
-        self._join(self.after_metrics if metrics else self.tail, node)
+        group = self.after_metrics if metrics else self.tail
+        self._join(group, node)
+        group.whole |= self._meets(node)
+
+    def _assign_gathered(self, node: fx.Node) -> None:
+        """With the operator that gives its rows, or as one: only they travel, not what they are made of."""
+        (rows,) = node.all_input_nodes
+        group = self.owner.get(rows)
+        if group is None and rows.op != "placeholder" and not self.infos[rows].counts:
+            group = self._new("glue", rows)
+        if group is None or group.role == "block":
+            self._new("glue", node)
+        else:
+            self._join(group, node)
+
+    def _assign_sum(self, node: fx.Node, producers: set[Group]) -> None:
+        """Sums that do not wait for each other are one operator."""
+        for group in [g for g in self.groups if g.role == "sums"]:
+            if not any(group is other or group in self.upstream(other) for other in producers):
+                self._join(group, node)
+                return
+        self._new("sums", node)
 
     def _assign_coupling(self, node: fx.Node, producers: set[Group]) -> None:
         if node not in self.leads_on and not self.infos[node].writes:
@@ -234,7 +293,7 @@ class Grouping:
         whole = not self.infos[node].tags & {"rows"}
         self._meet(node, producers)
         producers = self.producers(node)
-        if len(producers) == 1:
+        if len(producers) == 1 and not self._reads_whole_batch(node):
             (group,) = producers
             written = any(self.infos[n].coupling or self.infos[n].writes for n in group.owned)
             if group.role == "light" and group.whole == whole and not written:
@@ -246,7 +305,7 @@ class Grouping:
         if node in self.leads_on:
             self._meet(node, producers)
             producers = self.producers(node)
-        if len(producers) == 1:
+        if len(producers) == 1 and not self._reads_whole_batch(node):
             (group,) = producers
             if group.role in ("light", "couple", "glue") or (group.role == "metric" and node in self.results):
                 self._join(group, node)
@@ -260,6 +319,8 @@ class Grouping:
         if len(producers) < 2 or (node not in self.leads_on and not self.is_anchor(node)):
             return
         if any(g.role != "light" or g.whole or self.upstream(g) for g in producers):
+            return
+        if self._reads_whole_batch(node):
             return
         first, *rest = [g for g in self.groups if g in producers]
         for group in rest:
@@ -284,8 +345,9 @@ class Grouping:
         )
         sizes = any("size" in self.infos[n].tags for n in self.results if self.owner.get(n) is tail)
         tail.whole |= not has_rows or used or "whole" in kinds or bool(foreign & {"mean", "sum"}) or sizes
+        tail.whole |= "gathered" in kinds and not kinds & {"mean", "sum"}
         producers = self.producers_of(tail)
-        if not tail.whole and len(producers) == 1:
+        if not tail.whole and len(producers) == 1 and not any(self._meets(n) for n in read):
             (group,) = producers
             if group.role == "light" and not group.whole:
                 self.groups.remove(tail)
@@ -296,11 +358,11 @@ class Grouping:
         """Conditions on sizes are checked where the sizes are known; by the first stem where the batch tells.
 
         Raises:
-            TraceError: a condition needs sizes from several operators.
+            TraceError: a condition needs sizes from several operators, or of gathered rows.
         """
         for node in [n for n in self.trace.graph.nodes if _checks(n)]:
             producers = self.producers(node)
-            if len(producers) > 1:
+            if len(producers) > 1 or self._reads_whole_batch(node):
                 raise TraceError(f"a condition depends on sizes of several operators ({node.meta['line']})")
             stems = [g for g in self.groups if g.role not in ("block", "metric")]
             group = next(iter([*producers, *stems, *self.groups]), None)

@@ -27,7 +27,8 @@ class Kind:
 
     ``rows``: dimension ``dim`` holds ``per_row`` entries a row. ``static``: equal on all parts.
     ``size``: a function of the number of rows alone. ``mean``/``sum``: the parts' values make
-    the whole's by a mean weighted by rows / by addition. ``whole``: needs all rows.
+    the whole's by a mean weighted by rows / by addition. ``whole``: needs all rows. ``gathered``:
+    each part is given all rows, or the sum over them, by ``functional.gather_batch`` or ``batch_sum``.
     """
 
     tag: str
@@ -36,6 +37,7 @@ class Kind:
 
 
 STATIC, SIZE, MEAN, SUM, WHOLE = Kind("static"), Kind("size"), Kind("mean"), Kind("sum"), Kind("whole")
+GATHERED = Kind("gathered")
 
 
 def kind_of(whole: Any, parts: list[Any], shapes_only: bool, kept: bool) -> Kind | None:

@@ -35,7 +35,12 @@ class BatchIndex:
     """The step's ``batch_idx``."""
 
 
-Source = LeafRef | ValueRef | BatchIndex
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """The numbers in the whole batch of the rows that the piece sees, as int64."""
+
+
+Source = LeafRef | ValueRef | BatchIndex | RowNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class Piece:
 
     ``build`` compiles it (after parameters were localised; it holds the user's own modules,
     not copies) and returns a callable: given the tensors of ``sources`` in order it returns
-    a tuple with the values of ``outputs`` in order. All tensors cover the same rows.
+    a tuple with the values of ``outputs`` in order. All tensors cover the same rows, but for values
+    of which each piece reads what all rows gave (``Value.meets``).
     """
 
     operator: str

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_spindle import functional
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.evaluate import (
     filled,
@@ -49,7 +50,10 @@ def read_from_batch(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout
     reads = [
         n
         for n in graph.nodes
-        if _reads_size(n) and _source(n).op != "placeholder" and "own_size" not in n.meta
+        if _reads_size(n)
+        and _source(n).op != "placeholder"
+        and "own_size" not in n.meta
+        and not _may_count_gathered(n)
     ]
     if reads:
         agreeing = _agreeing(trace, leaves, layout, reads)
@@ -85,6 +89,11 @@ def _reads_size(node: fx.Node) -> bool:
         from_shape = isinstance(given, fx.Node) and given.target is getattr and given.args[1] == "shape"
         return from_shape and isinstance(node.args[1], int)
     return node.target is patches.length
+
+
+def _may_count_gathered(node: fx.Node) -> bool:
+    """Whether a size may be that of gathered rows: as large as the whole batch's, on every device."""
+    return any(n.target is functional.gather_batch for n in ancestors(node))
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_spindle.capture.layout import take_rows
-from lightning_spindle.capture.pieces import Capture, LeafRef, ValueRef
+from lightning_spindle.capture.pieces import Capture, LeafRef, RowNumbers, Source, ValueRef
 from lightning_spindle.estimate.devices import synchronize
 from lightning_spindle.graph import Layout, Operator
 from lightning_spindle.runtime.randomness import operator_randomness
@@ -44,7 +44,8 @@ class TaskPasses:
     """Runs passes of one task, as the engine would run its operators one by one.
 
     Operators that see the whole batch run where r = B; at fewer rows their consumers read
-    rows of what the last whole pass gave. Operators that run everywhere (metrics) are never
+    rows of what the last whole pass gave. What is read from the whole batch (``Value.meets``)
+    is what the last whole pass gave, too. Operators that run everywhere (metrics) are never
     executed, and neither is what depends on them. No gradient is accumulated anywhere.
 
     Args:
@@ -92,7 +93,8 @@ class TaskPasses:
         watch = _Watch(self._device)
         leaves = self._leaves if rows == self.batch else take_rows(self._leaves, self.layout, 0, rows)
         env = {
-            name: cut(v, self._values[name], (0, self.batch), (0, rows)) for name, v in self._whole.items()
+            name: v if self._values[name].meets else cut(v, self._values[name], (0, self.batch), (0, rows))
+            for name, v in self._whole.items()
         }
         done: list[_Done] = []
         backwards: dict[str, int] = {}
@@ -101,7 +103,7 @@ class TaskPasses:
         try:
             for operator in operators:
                 name = operator.name
-                done.append(self._forward(operator, leaves, env, watch))
+                done.append(self._forward(operator, leaves, rows, env, watch))
             while done:
                 name = done[-1].operator.name
                 at = self._backward(done[-1], watch)
@@ -131,14 +133,11 @@ class TaskPasses:
         return tuple(found)
 
     def _forward(
-        self, operator: Operator, leaves: Sequence[Any], env: dict[str, Any], watch: _Watch
+        self, operator: Operator, leaves: Sequence[Any], rows: int, env: dict[str, Any], watch: _Watch
     ) -> _Done:
         piece = self._capture.pieces[operator.name]
         given = {v: self._detached(v, env[v]) for v in operator.inputs}
-        arguments = [
-            leaves[s.index] if isinstance(s, LeafRef) else given[s.name] if isinstance(s, ValueRef) else 0
-            for s in piece.sources
-        ]
+        arguments = [self._argument(source, leaves, rows, given) for source in piece.sources]
         start = watch.mark()
         with operator_randomness(self._device, 0, 0, operator.name, 0):
             outputs = self._callables[operator.name](*arguments)
@@ -146,10 +145,12 @@ class TaskPasses:
         if operator.name in self._capture.coarse:
             outputs = outputs[: len(piece.outputs)]  # what it logs comes after its loss
         named = dict(zip(piece.outputs, outputs, strict=True))
-        env.update(named)
-        if operator.layout is Layout.WHOLE:
+        env.update((n, v) for n, v in named.items() if rows == self.batch or not self._values[n].meets)
+        if rows == self.batch:
             self._whole.update(
-                (n, v.detach() if isinstance(v, torch.Tensor) else v) for n, v in named.items()
+                (n, v.detach() if isinstance(v, torch.Tensor) else v)
+                for n, v in named.items()
+                if operator.layout is Layout.WHOLE or self._values[n].meets
             )
         tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad]
         roots = {
@@ -158,6 +159,16 @@ class TaskPasses:
             if n in self._roots and isinstance(v, torch.Tensor) and v.requires_grad
         }
         return _Done(operator, tensors, roots)
+
+    def _argument(self, source: Source, leaves: Sequence[Any], rows: int, given: Mapping[str, Any]) -> Any:
+        match source:
+            case LeafRef(index):
+                return leaves[index]
+            case ValueRef(name):
+                return given[name]
+            case RowNumbers():
+                return torch.arange(rows, device=self._device)
+        return 0
 
     def _detached(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

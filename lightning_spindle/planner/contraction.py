@@ -11,7 +11,9 @@ first operator waits for as well does not count as another predecessor of the se
 (``shared_inputs``). And real models have stems, norms and heads around their blocks: a *light*
 operator that hangs on a MetaOp by its only flow joins the neighbouring
 layer, so that it neither is scheduled by itself nor costs a transfer. Operators that
-every rank runs (``Layout.EVERYWHERE``) are left out; the lowering adds them.
+every rank runs (``Layout.EVERYWHERE``) are left out; the lowering adds them. What needs a value
+of the whole batch (``Value.meets``) is never in the MetaOp that gives it: its devices have to wait
+for each other in between.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def contract(graph: OperatorGraph, *, light: float = 0.25, shared_inputs: bool =
     """
     operators = [o for o in graph.operators if o.layout is not Layout.EVERYWHERE]
     before = _predecessors(graph)
-    units = _chains(operators, before, graph.producers(), shared_inputs)
+    meeting = frozenset(v.name for v in graph.values if v.meets)
+    units = _chains(operators, before, graph.producers(), meeting, shared_inputs)
     if light >= 0:
         _join_light(units, light, graph)
     return _metagraph(units, graph)
@@ -99,6 +102,7 @@ def _chains(
     operators: Sequence[Operator],
     before: Mapping[str, set[str]],
     producers: Mapping[str, str],
+    meeting: frozenset[str],
     shared_inputs: bool,
 ) -> _Units:
     """Both criteria, in topological order; afterwards no pair is left that fulfils them."""
@@ -113,7 +117,8 @@ def _chains(
         for name in sorted({producers[v] for v in o.inputs} & before[o.name]):
             others = before[o.name] - {name}
             alone = not others or (shared_inputs and others <= before[name])
-            if alone and after[name] == {o.name} and _same_workload(by_name[name], o):
+            apart = meeting.intersection(by_name[name].outputs, o.inputs)
+            if alone and not apart and after[name] == {o.name} and _same_workload(by_name[name], o):
                 return name
         return None
 
@@ -173,7 +178,7 @@ def _side(units: _Units, name: str, light: float, values: Mapping[str, Value]) -
         if len(names) != 1:
             return None
         other = units.units[next(iter(names))]
-        fits = other.movable and other.core.task == unit.core.task
+        fits = other.movable and other.core.task == unit.core.task and not _meet(unit, other, values)
         lighter = unit.flops <= light * other.core.forward_flops
         return next(iter(names)) if fits and lighter else None
 
@@ -185,6 +190,12 @@ def _side(units: _Units, name: str, light: float, values: Mapping[str, Value]) -
     if below is not None:
         return below, False
     return (above, True) if above is not None else None
+
+
+def _meet(a: _Unit, b: _Unit, values: Mapping[str, Value]) -> bool:
+    """Whether one of the units needs a value of the other from the whole batch."""
+    given = {v for o in a.operators + b.operators for v in o.outputs if values[v].meets}
+    return any(given.intersection(o.inputs) for o in a.operators + b.operators)
 
 
 def _inputs(operators: Sequence[Operator]) -> list[str]:

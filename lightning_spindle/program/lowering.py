@@ -44,7 +44,8 @@ def lower(
             each holder steps those that are not named (``ownership.owners``).
 
     Raises:
-        ValueError: gradients would flow through an operator that runs on every rank.
+        ValueError: gradients would flow through an operator that runs on every rank, or a split run gives
+            a value of which it needs the whole batch's.
     """
     trains = frozenset(trainable or ())
     gradients = graph.gradient_values(trains) if trainable is not None else frozenset()
@@ -81,7 +82,7 @@ def _check_everywhere(graph: OperatorGraph, trains: frozenset[str], gradients: f
 
 def _edges(runs: Sequence[ProgramRun], graph: OperatorGraph, gradients: frozenset[str]) -> tuple[Edge, ...]:
     """What goes between runs; a gradient comes back where a consumer leads to a loss."""
-    operators, leading = graph.operator_map(), graph.loss_operators()
+    operators, leading, values = graph.operator_map(), graph.loss_operators(), graph.value_map()
     giver = {name: run.index for run in runs for op in run.operators for name in operators[op].outputs}
     found: dict[tuple[int, int, str], bool] = {}
     for run in runs:
@@ -90,14 +91,20 @@ def _edges(runs: Sequence[ProgramRun], graph: OperatorGraph, gradients: frozense
                 if giver[value] != run.index:
                     key = (giver[value], run.index, value)
                     found[key] = found.get(key, False) or (op in leading and value in gradients)
+                elif values[value].meets and run.layout is Layout.SPLIT and len(run.devices) > 1:
+                    raise ValueError(
+                        f"invalid plan: {op} needs {value} of the whole batch, and is in the same run "
+                        f"({run.label}) as the operator that gives it"
+                    )
     return tuple(
-        Edge(i, value, source, target, gradient)
+        Edge(i, value, source, target, gradient, values[value].meets)
         for i, ((source, target, value), gradient) in enumerate(sorted(found.items()))
     )
 
 
-def _shard_pairs(source: ProgramRun, target: ProgramRun) -> list[tuple[int, int]]:
+def _shard_pairs(edge: Edge, runs: Sequence[ProgramRun]) -> list[tuple[int, int]]:
     """Pairs of shards on different devices whose rows can meet, whatever the batch."""
+    source, target = runs[edge.source], runs[edge.target]
     if source.layout is Layout.EVERYWHERE:
         return []
     n, m = len(source.devices), len(target.devices)
@@ -106,7 +113,7 @@ def _shard_pairs(source: ProgramRun, target: ProgramRun) -> list[tuple[int, int]
         for j in range(m):
             if source.devices[i] == target.devices[j]:
                 continue
-            aligned = source.layout is Layout.SPLIT and target.layout is Layout.SPLIT
+            aligned = source.layout is Layout.SPLIT and target.layout is Layout.SPLIT and not edge.meets
             if not aligned or max(i * m, j * n) < min((i + 1) * m, (j + 1) * n):
                 pairs.append((i, j))
     return pairs
@@ -121,7 +128,7 @@ def _forward_order(runs: Sequence[ProgramRun], edges: Sequence[Edge]) -> list[In
     for run in runs:
         order.append(Instruction(Kind.FORWARD, run.index))
         for edge in leaving.get(run.index, ()):
-            pairs = _shard_pairs(run, runs[edge.target])
+            pairs = _shard_pairs(edge, runs)
             order += [Instruction(Kind.ACTIVATION, edge.index, i, j) for i, j in pairs]
     return order
 
@@ -143,7 +150,7 @@ def _backward_order(
     for run in reversed(runs):
         order.append(Instruction(Kind.BACKWARD, run.index))
         for edge in entering.get(run.index, ()):
-            pairs = _shard_pairs(runs[edge.source], run)
+            pairs = _shard_pairs(edge, runs)
             order += [Instruction(Kind.GRADIENT, edge.index, i, j) for i, j in pairs]
         order += due.get(run.index, [])
     return order

@@ -44,13 +44,21 @@ class ProgramRun:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that goes from one run to another."""
+    """A value that goes from one run to another.
+
+    ``meets``: each shard of the target gets what all shards of the source have (``Value.meets``).
+    """
 
     index: int
     value: str
     source: int
     target: int
     gradient: bool
+    meets: bool = False
+
+    def reads(self, own: tuple[int, int], rows: int) -> tuple[int, int]:
+        """Rows of the value that a target shard with rows ``own`` reads in a batch of ``rows``."""
+        return (0, rows) if self.meets and own[0] < own[1] else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +147,9 @@ class Program:
         return tuple(map(tuple, ranks))
 
     def shared_rows(self, edge: Edge, source: int, target: int, rows: int) -> tuple[int, int]:
-        """Rows of the batch that both shards of an edge see; empty where first >= last."""
+        """Rows of a value that both shards of an edge have; empty where first >= last."""
         a, b = self.runs[edge.source].rows(source, rows)
-        c, d = self.runs[edge.target].rows(target, rows)
+        c, d = edge.reads(self.runs[edge.target].rows(target, rows), rows)
         return max(a, c), min(b, d)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_spindle.capture.pieces import Capture, LeafRef, ValueRef
+from lightning_spindle.capture.pieces import BatchIndex, Capture, LeafRef, Source, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
 from lightning_spindle.runtime.gradients import reduce_bucket
@@ -239,14 +239,7 @@ class Engine:
         leaves = batch.taken(layout, rows) if run.index in self._reading else []
         for name in run.operators:
             piece = self._capture.pieces[name]
-            arguments = [
-                leaves[s.index]
-                if isinstance(s, LeafRef)
-                else env[s.name]
-                if isinstance(s, ValueRef)
-                else iteration.batch_idx
-                for s in piece.sources
-            ]
+            arguments = [self._argument(source, leaves, env, rows, iteration) for source in piece.sources]
             with operator_randomness(self._device, self.seed, iteration.index, name, rows[0]):
                 outputs = self._callables[name](*arguments)
             if name in self._capture.coarse:
@@ -262,6 +255,19 @@ class Engine:
             {v: env[v] for v in given if v in self._result_values},
         )
 
+    def _argument(
+        self, source: Source, leaves: list[Any], env: Mapping[str, Any], rows: Rows, iteration: Iteration
+    ) -> Any:
+        """What a piece that sees ``rows`` is given for one of its sources."""
+        match source:
+            case LeafRef(index):
+                return leaves[index]
+            case ValueRef(name):
+                return env[name]
+            case BatchIndex():
+                return iteration.batch_idx
+        return torch.arange(*rows, device=self._device)
+
     def _gather_inputs(self, run: ProgramRun, rows: Rows, iteration: Iteration) -> dict[str, torch.Tensor]:
         """This shard's inputs as leaves: local rows and received rows joined."""
         inputs: dict[str, torch.Tensor] = {}
@@ -270,10 +276,10 @@ class Engine:
             parts: list[tuple[Rows, torch.Tensor]] = []
             source = iteration.runs.get(edge.source)
             if source is not None:
-                shared = meeting(source.rows, rows)
+                shared = meeting(source.rows, self._read(edge, rows, iteration))
                 if shared is not None:
                     parts.append((shared, cut(source.outputs[edge.value], value, source.rows, shared)))
-            if not (parts and value.dim is None):
+            if edge.meets or value.dim is not None or not parts:
                 for message in iteration.received.pop(edge.index, ()):
                     parts.append((message.rows, _awaited(message, edge)))
             joined = join(parts, value)
@@ -284,6 +290,10 @@ class Engine:
             if edge.gradient and torch.is_grad_enabled():
                 inputs[edge.value].requires_grad_()
         return inputs
+
+    def _read(self, edge: Edge, rows: Rows, iteration: Iteration) -> Rows:
+        """The rows of an edge's value that a shard with ``rows`` of the batch reads."""
+        return edge.reads(rows, iteration.batches[self.program.runs[edge.target].task].rows)
 
     def _message(self, instruction: Instruction, iteration: Iteration) -> tuple[Edge, Rows, int, bool] | None:
         """Edge, rows, peer and whether this rank sends; None where no rows meet."""
@@ -401,18 +411,18 @@ class Engine:
         for edge in self._entering.get(run.index, ()):
             source = iteration.runs.get(edge.source)
             if edge.gradient and source is not None:
-                self._pass_back(edge, state, source)
+                self._pass_back(edge, state, source, self._read(edge, state.rows, iteration))
         state.outputs.clear()
         state.results.clear()
         iteration.passed.append(run.index)
 
-    def _pass_back(self, edge: Edge, state: RunState, source: RunState) -> None:
-        """Gives the gradient of a value to its producer on this same rank."""
+    def _pass_back(self, edge: Edge, state: RunState, source: RunState, read: Rows) -> None:
+        """Gives the gradient of a value, whose rows ``read`` were read, to its producer on this same rank."""
         gradient = state.inputs[edge.value].grad
-        shared = meeting(source.rows, state.rows)
+        shared = meeting(source.rows, read)
         if gradient is None or shared is None:
             return
-        part = cut(gradient, self._values[edge.value], state.rows, shared)
+        part = cut(gradient, self._values[edge.value], read, shared)
         source.gradients.setdefault(edge.value, []).append((shared, part))
 
     def _gradient(self, instruction: Instruction, iteration: Iteration) -> None:
@@ -423,11 +433,9 @@ class Engine:
         value = self._values[edge.value]
         state = iteration.runs[edge.target if sends else edge.source]
         if sends:
-            leaf = state.inputs[edge.value]
-            gradient = None if leaf.grad is None else cut(leaf.grad, value, state.rows, rows)
-            self._messenger.send_gradient(
-                instruction, gradient, cut(leaf.detach(), value, state.rows, rows), peer
-            )
+            leaf, read = state.inputs[edge.value], self._read(edge, state.rows, iteration)
+            gradient = None if leaf.grad is None else cut(leaf.grad, value, read, rows)
+            self._messenger.send_gradient(instruction, gradient, cut(leaf.detach(), value, read, rows), peer)
         else:
             like = cut(state.outputs[edge.value].detach(), value, state.rows, rows)
             received = self._messenger.receive_gradient(instruction, like, rows, peer)
