@@ -181,13 +181,16 @@ class _Classifier:
         shapes_only = not inputs - {"static", "size"} or _reads_shapes(node, self.infos)
         kept = not (info.draws or self._is_anchor(node))
         kinds: list[Kind | None] = [None] * len(flat)
-        if all(part is not None and len(part) == len(flat) for part in parts):
+        # What a module does that cannot be traced may hang on all rows' values (``if x.sum() > 0``), also where
+        # these parts happen to agree.
+        opaque = node.op == "call_module" and node.target in self.trace.opaque and "rows" in inputs
+        if not opaque and all(part is not None and len(part) == len(flat) for part in parts):
             for i, leaf in enumerate(flat):
                 kinds[i] = kind_of(leaf, [part[i] for part in parts if part is not None], shapes_only, kept)
         if node.target is patches.as_scalar and isinstance(node.args[0], fx.Node):
             kinds = [of_scalar(kinds[0], self.infos[node.args[0]].kinds)]
         found = [kind for kind in kinds if kind is not None]
-        if len(flat) == 1 and not found and not info.writes:
+        if len(flat) == 1 and not found and not info.writes and not opaque:
             found = self._judge_stirred(node, flat[0], parts)
         if len(found) < len(flat) or (
             "rows" in {k.tag for k in found} and {k.tag for k in found} & {"mean", "sum"}

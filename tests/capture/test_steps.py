@@ -160,7 +160,9 @@ def test_a_module_that_cannot_be_traced_is_one_operator() -> None:
         lambda t, f, b: F.mse_loss(t.head(f), b["y"]), Body(), y=rows(7, 3)
     )
     assert "tasks.t.body.router" in message
-    assert {o.layout for o in made.graph.operators} == {Layout.SPLIT}
+    # It might go by what all rows have in common, so it sees them all; the others do not have to.
+    assert {o.name: o.layout for o in made.graph.operators}["t/body.router"] is Layout.WHOLE
+    assert Layout.SPLIT in {o.layout for o in made.graph.operators}
     assert "t/body.router" in {o.name for o in made.graph.operators}
     assert_parity(model, batches, made)
 
