@@ -123,6 +123,13 @@ def _merged_groups(
 
 def _check_same(parameter: str, owner: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]) -> None:
     differing = [key for key in {**owner[1], **other[1]} if owner[1].get(key) != other[1].get(key)]
+    if differing == ["initial_lr"] and None in (owner[1].get("initial_lr"), other[1].get("initial_lr")):
+        with_one, without = (owner, other) if "initial_lr" in owner[1] else (other, owner)
+        raise ValueError(
+            f"parameter {parameter!r} is shared by tasks {owner[0]!r} and {other[0]!r}, of which "
+            f"{with_one[0]!r} has a learning rate scheduler for it and {without[0]!r} none. Give both the "
+            "same, or leave the parameter out of the optimizer of one"
+        )
     if differing:
         values = "; ".join(f"{key} {owner[1].get(key)} and {other[1].get(key)}" for key in differing)
         raise ValueError(

@@ -474,6 +474,10 @@ def test_c50_a_shared_parameter_moves_once_per_step_and_as_in_one_optimizer() ->
             lambda t: SGD(t.parameters(), lr=0.1),
             r"'a' and 'b' configure optimizers of different classes, AdamW",
         ),
+        (
+            lambda t: {"optimizer": (o := split(t)), "lr_scheduler": StepLR(o, 1)},
+            r"shared by tasks 'a' and 'b', of which 'b' has a learning rate scheduler for it and 'a' none",
+        ),
         (lambda t: [split(t), split(t)], r"task 'b': configure_optimizers gave 2 optimizers"),
         (
             lambda t: {

@@ -19,16 +19,14 @@ def batch_layout(
 ) -> BatchLayout:
     """Where each leaf of ``batch`` holds its rows.
 
-    With ``collate`` and ``samples`` one item is collated twice and three times: dimensions that
-    grow are batch dimensions. Otherwise rows lie in the leading dimension, which all tensors
-    with dimensions must share.
+    With ``collate`` and ``samples`` one item, the first that has all that the batch has, is collated
+    twice and three times: dimensions that grow are batch dimensions. Otherwise rows lie in the leading
+    dimension, which all tensors with dimensions must share.
 
     Raises:
         ValueError: where rows cannot be found without guessing; names the leaf.
     """
-    grown = (
-        (collate([samples[0]] * 2), collate([samples[0]] * 3)) if collate is not None and samples else None
-    )
+    grown = _grown(batch, collate, samples) if collate is not None and samples else None
     lists = frozenset[str]() if grown is None else _row_lists(*grown)
     leaves, spec = flatten(batch, lists)
     names, kinds = tuple(leaf_names(batch, lists)), tuple(map(leaf_kind, leaves))
@@ -120,6 +118,17 @@ def _rows_of(leaf: Any, of: LeafLayout, first: int, last: int) -> Any:
     return leaf[first * of.per_row : last * of.per_row]
 
 
+def _grown(batch: Any, collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, Any]:
+    kinds = list(map(leaf_kind, flatten(batch)[0]))
+    for sample in samples:
+        twice = collate([sample] * 2)
+        if list(map(leaf_kind, flatten(twice)[0])) == kinds:
+            break
+    else:
+        sample, twice = samples[0], collate([samples[0]] * 2)
+    return twice, collate([sample] * 3)
+
+
 def _row_lists(twice: Any, thrice: Any) -> Lists:
     """Lists of tensors or containers that grow with the number of rows (boxes of each image)."""
     two, three = list_lengths(twice), list_lengths(thrice)
@@ -136,6 +145,8 @@ def _by_growth(
 
 
 def _growth(name: str, two: Any, three: Any, example: Any) -> LeafLayout:
+    if example is None:
+        return LeafLayout(None)  # what single samples have and a batch of several lacks
     if isinstance(example, torch.Tensor) != isinstance(two, torch.Tensor):
         raise ValueError(
             f"batch leaf {name}: the collate function gives a {type(two).__name__}, the batch holds a "

@@ -105,11 +105,11 @@ class LocalisedModel:
 
     def localise(self) -> None:
         """Drops what this rank does not hold; gradients go with it."""
-        for name, parameter in self._model.named_parameters():
-            if not self.holds(name):
-                parameter.grad = None
-                _swap(parameter, torch.empty_like(parameter, device="meta"))
-        self._complete = False
+        dropped = [p for name, p in self._model.named_parameters() if not self.holds(name)]
+        for parameter in dropped:
+            parameter.grad = None
+        self._complete = False  # also if it ends half way
+        _swap(self._model, ((p, _nothing_like(p)) for p in dropped))
 
     def consolidate(self) -> None:
         """Completes the model on every rank (collective)."""
@@ -121,9 +121,7 @@ class LocalisedModel:
         for owner in ranks:
             tensors = [t for n, t in full.items() if self.owner(n) == owner]
             broadcast_tensors(tensors, self._transport, owner)
-        for name, parameter in parted.items():
-            if not self.holds(name):
-                _swap(parameter, full[name])
+        _swap(self._model, ((p, full[name]) for name, p in parted.items() if not self.holds(name)))
         self.share_buffers()
         self._complete = True
 
@@ -152,7 +150,7 @@ class LocalisedModel:
                 missing.append((parameter, full))
         if self._transport.rank != 0:
             return {}
-        with _lent(missing):
+        with _lent(self._model, missing):
             return self._model.state_dict()
 
     def _empty(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -302,18 +300,34 @@ def _like_parameters(state: dict[str, Any], parameter: torch.Tensor) -> dict[str
 
 
 @contextmanager
-def _lent(missing: list[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+def _lent(model: nn.Module, missing: list[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[None]:
     """Inside, the parameters have the given values; afterwards they are meta again."""
-    for parameter, full in missing:
-        _swap(parameter, full)
+    _swap(model, missing)
     try:
         yield
     finally:
-        for parameter, _ in missing:
-            _swap(parameter, torch.empty_like(parameter, device="meta"))
+        _swap(model, ((p, _nothing_like(p)) for p, _ in missing))
 
 
-def _swap(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Replaces what a Parameter object stands for, keeping the object."""
-    replacement = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, replacement)
+def _nothing_like(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.empty_like(parameter, device="meta")
+
+
+def _swap(model: nn.Module, values: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Replaces what Parameter objects stand for, keeping the objects.
+
+    Recurrent modules hold weak references to theirs, and weights computed from them, with which torch cannot
+    swap; they make both anew.
+    """
+    recurrent = _recurrent(model)
+    for module in recurrent:
+        module._flat_weights, module._flat_weight_refs = [], []
+    for parameter, value in values:
+        replacement = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, replacement)
+    for module in recurrent:
+        module._init_flat_weights()
+
+
+def _recurrent(model: nn.Module) -> list[nn.RNNBase]:
+    return [m for m in model.modules() if isinstance(m, nn.RNNBase)]

@@ -47,6 +47,25 @@ def test_growth_tells_rows_from_other_dimensions() -> None:
     assert torch.equal(picked[1], batch["clips"][[6, 7, 0, 1]])
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 3])
+def test_growth_of_samples_of_which_some_lack_a_part(lacking: int) -> None:
+    """An image is in a batch where all its samples have one; the example's are spread over the dataset."""
+
+    def collate(items: list[Any]) -> dict[str, Any]:
+        images = [image for _, image in items if image is not None]
+        return {
+            "text": torch.stack([text for text, _ in items]),
+            "image": torch.stack(images) if len(images) == len(items) else None,
+        }
+
+    samples = [(torch.ones(2), None if at == lacking else torch.ones(3)) for at in range(4)]
+    assert batch_layout(collate(samples), collate, samples).leaves == (LeafLayout(0), LeafLayout(None))
+    rest = [sample for sample in samples if sample[1] is not None]
+    # The first sample is without, the batch is not: as where the collate function fills the gaps.
+    filled = batch_layout(collate(rest), collate, [samples[lacking], *rest])
+    assert filled.leaves == (LeafLayout(0), LeafLayout(0))
+
+
 def test_leading_dimension_without_collate() -> None:
     batch = {"x": torch.ones(6, 2), "names": list("abcdef"), "few": [1, 2], "scalar": torch.tensor(1.0)}
     assert [of.dim for of in batch_layout(batch).leaves] == [0, 0, None, None]

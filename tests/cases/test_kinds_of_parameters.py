@@ -16,6 +16,7 @@ from tests.support.small import (
     Part,
     Sample,
     Small,
+    forced_fit,
     metagraph,
     multi,
     placement,
@@ -52,6 +53,19 @@ class Kinds(Small):
         return loss
 
 
+class Recurrent(Small):
+    """A GRU, which keeps weak references to its weights, and an LSTM with a weight that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 4, num_layers=2, batch_first=True), Layer(4, 1, last=True)
+        self.lstm = nn.utils.parametrizations.weight_norm(nn.LSTM(4, 4, batch_first=True), "weight_hh_l0")
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        hidden, _ = self.lstm(self.gru(batch["x"].unsqueeze(1).expand(-1, 3, -1))[0])
+        return F.mse_loss(self.head(hidden[:, -1]), batch["y"])
+
+
 def model(optimizer: str) -> Any:
     torch.manual_seed(0)
     encoder = Layer(3, 4)
@@ -86,3 +100,14 @@ def test_parameters_of_every_kind(optimizer: str) -> None:
     still = {name for name, value in fresh.items() if torch.equal(value, reference.parameters[name])}
     assert {name.split(".")[2] for name in still} == {"encoder", "bottom", "unused"}
     assert len(reference.parameters) == 2 + 2 * 10
+
+
+@pytest.mark.parametrize("groups", [{"a/": (0,), "b/": (1,)}, {"a/": (0, 1), "b/": (1,)}])
+def test_recurrent_modules_are_dropped_and_completed(groups: dict[str, tuple[int, ...]]) -> None:
+    def recurrent() -> Any:
+        torch.manual_seed(0)
+        return multi({name: Recurrent() for name in "ab"})
+
+    assert_same_fit(
+        forced_fit(recurrent, data, 2, groups, max_steps=3), plain_fit(recurrent, data, max_steps=3)
+    )
