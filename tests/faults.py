@@ -276,6 +276,39 @@ FAULTS: tuple[Fault, ...] = (
         (f"{MESSAGES}::test_c13_lengths_and_rows_change",),
     ),
     Fault(
+        "buffers-of-traces-not-compared",
+        "lightning_spindle.capture.evaluate:written_buffers",
+        bodies.returns({}),
+        (f"{BUFFERS}::test_buffers_assigned_by_a_step_are_written",),
+    ),
+    Fault(
+        "changed-parameters-not-kept",
+        "lightning_spindle.capture.untouched:_Writes._keep",
+        bodies.does_nothing,
+        tuple(
+            f"{BUFFERS}::test_parameters_changed_by_a_step_are_refused_and_left_as_they_were[{way}]"
+            for way in ("data", "plain")
+        ),
+    ),
+    Fault(
+        "entries-of-lists-not-compared",
+        "lightning_spindle.capture.untouched:_same_entries",
+        bodies.returns(True),
+        (f"{BUFFERS}::test_values_collected_by_a_step_are_refused",),
+    ),
+    Fault(
+        "first-sample-tells-all-rows",
+        "lightning_spindle.capture.layout:_grown",
+        lambda original: lambda batch, collate, samples: original(None, collate, samples[:1]),
+        ("tests/capture/test_layout.py::test_growth_of_samples_of_which_some_lack_a_part",),
+    ),
+    Fault(
+        "recurrent-modules-keep-references",
+        "lightning_spindle.runtime.state:_recurrent",
+        bodies.returns([]),
+        ("tests/cases/test_kinds_of_parameters.py::test_recurrent_modules_are_dropped_and_completed",),
+    ),
+    Fault(
         "rows-as-long-as-the-examples",
         "lightning_spindle.runtime.rows:entries_per_row",
         lambda original: lambda tensor, value, rows: value.per_row,

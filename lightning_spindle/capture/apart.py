@@ -21,7 +21,7 @@ from lightning_spindle.capture.errors import CaptureWarning, StepOutputError, Tr
 from lightning_spindle.capture.evaluate import kept_generators
 from lightning_spindle.capture.grouping import Grouping
 from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
-from lightning_spindle.capture.measure import SEED, Measured, dynamic, measure
+from lightning_spindle.capture.measure import SEED, Measured, TraceRun, dynamic, measure
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.sizes import read_from_batch
 from lightning_spindle.capture.step import Step, StepTrace
@@ -67,12 +67,12 @@ def take_apart(
     trace: StepTrace,
     leaves: Sequence[Any],
     layout: BatchLayout,
-    check: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    check: Callable[[TraceRun], None] | None = None,
     kinds: Callable[[StepTrace, Sequence[Any], BatchLayout], Infos] = classified,
 ) -> Apart:
     """The operators of a trace, whose nodes are changed where they work in place.
 
-    ``check`` is shown the traced step's results before they are classified, which ``kinds`` does.
+    ``check`` is shown what the traced step gave before they are classified, which ``kinds`` does.
 
     Raises:
         TraceError: it cannot be taken apart.
@@ -80,11 +80,11 @@ def take_apart(
     """
     read_from_batch(trace, leaves, layout)
     backward = step.name == "training_step"
-    measured, results = measure(trace, leaves, backward)
+    measured, run = measure(trace, leaves, backward)
     while protect_measured(trace.graph) | spread_tuples(trace.graph):
-        measured, results = measure(trace, leaves, backward)
+        measured, run = measure(trace, leaves, backward)
     if check is not None:
-        check(results)
+        check(run)
     infos = kinds(trace, leaves, layout)
     grouping = Grouping(trace, infos)
     for key, node in trace.results.items():
@@ -92,7 +92,7 @@ def take_apart(
             raise StepOutputError(
                 f"task {step.task!r}: {step.name} gives {key}, which is no scalar but has rows"
             )
-    return Apart(Assembler(step, trace, grouping, infos, measured).parts(), infos, measured, results)
+    return Apart(Assembler(step, trace, grouping, infos, measured).parts(), infos, measured, run.results)
 
 
 def warn_of_opaque(task: str, trace: StepTrace) -> None:
@@ -119,15 +119,26 @@ def traced(step: Step, leaves: Sequence[Any], spec: TreeSpec, rows: Rows) -> Ste
 def _traced_twice(step: Step, leaves: Sequence[Any], spec: TreeSpec, closed: Mapping[str, str]) -> StepTrace:
     """The trace, made under different seeds: what is drawn or changed outside of it would be frozen.
 
-    What the first one changes in the model, and no other does, is a lazy initialisation.
+    What the first one changes in the model, and no other does, is a lazy initialisation; parameters are
+    changed by none.
     """
+    with untouched.kept_parameters(step.model) as rewritten:
+        trace = _traced_until_equal(step, leaves, spec, closed)
+    _require_not_rewritten(rewritten)
+    return trace
+
+
+def _traced_until_equal(
+    step: Step, leaves: Sequence[Any], spec: TreeSpec, closed: Mapping[str, str]
+) -> StepTrace:
     with untouched.kept_attributes(step.model):
         traces = [_trace(step, leaves, spec, closed, 11)]
         for seed in (12, 13):
             with untouched.kept_attributes(step.model) as changed:
                 traces.append(_trace(step, leaves, spec, closed, seed))
-            if changed:
-                raise TraceError(f"the step changes attributes of the model: {', '.join(changed)}")
+            if changed.attributes:
+                names = ", ".join(changed.attributes)
+                raise TraceError(f"the step changes attributes of the model: {names}")
             if _text(traces[-2]) == _text(traces[-1]):
                 return traces[-1]
     raise TraceError("the step draws random numbers outside of torch operations on tensors")
@@ -146,15 +157,29 @@ def _text(trace: StepTrace) -> list[str]:
     return words + [f"{k} {v.tolist()}" for k, v in sorted(constants.items())]
 
 
-def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: Mapping[str, torch.Tensor]) -> None:
-    """Compare the traced step's results with those of the step itself.
+def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: TraceRun) -> None:
+    """Compare what the traced step gave and the buffers that it wrote with those of the step itself.
 
     Raises:
         TraceError: they differ.
     """
     done = untouched.run_step(step, leaves, spec, SEED)
+    _require_not_rewritten(done.rewritten)
     own = done.results | {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
-    for key, value in traced.items():
-        a, b = value.double(), torch.as_tensor(own[key]).detach().double().to(value.device)
-        if not torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True):
+    for key, value in traced.results.items():
+        if not _alike(value, own[key]):
             raise TraceError(f"the traced step gives another {key} than the step itself")
+    for name in traced.written.keys() | done.written.keys():
+        values = traced.written.get(name), done.written.get(name)
+        if values[0] is None or values[1] is None or not _alike(*values):
+            raise TraceError(f"the step writes its buffer {name} in a way that cannot be traced")
+
+
+def _require_not_rewritten(names: Sequence[str]) -> None:
+    if names:
+        raise TraceError(f"the step changes parameters itself: {', '.join(names)}")
+
+
+def _alike(ours: torch.Tensor, own: Any) -> bool:
+    a, b = ours.detach().double(), torch.as_tensor(own).detach().double().to(ours.device)
+    return torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -25,12 +25,24 @@ _METRIC = (
     "make the step traceable"
 )
 
+_REWRITTEN = (
+    "task {task!r}: {step} changes parameters itself ({names}). Each rank that holds them would have to do "
+    "so; move it to a hook, which runs on every rank: on_train_batch_end, say"
+)
+
+_COLLECTED = (
+    "task {task!r}: {step} changes the entries of {names}, but runs as one operator on one rank: hooks would "
+    "see them there only. Log the values, keep them in a torchmetrics object that is logged, or return "
+    "scalars from the step and collect them in on_train_batch_end or on_validation_batch_end"
+)
+
 
 def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str) -> Parts:
     """The operator ``<task>/step``; warns once with the reason.
 
     Raises:
-        ValueError: the step logs a Metric object, which would be right on one rank only.
+        ValueError: the step logs a Metric object, collects values in the model, or changes parameters, which
+            would be right on one rank only.
     """
     name = f"{step.task}/step"
     warnings.warn(
@@ -40,12 +52,16 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         stacklevel=2,
     )
     names = {id(b): name for name, b in step.model.named_buffers()}
-    buffers = {names[id(b)] for b in step.module.buffers()}
+    buffers = {names[id(b)]: b for b in step.module.buffers()}
     done = StepRun({"loss": None} if step.name == "training_step" else {}, [], 0.0, buffers)
     try:
         done = run_step(step, leaves, spec, seed=0)
     except Exception:
         pass  # it needs the trainer: what it logs is seen when it runs, its buffers count as written
+    if done.rewritten:
+        raise ValueError(_REWRITTEN.format(task=step.task, step=step.name, names=", ".join(done.rewritten)))
+    if done.collected:
+        raise ValueError(_COLLECTED.format(task=step.task, step=step.name, names=", ".join(done.collected)))
     for key, value in done.logged:
         _refuse_metric(step, key, value, reason)
     value = f"{step.task}/loss"
@@ -68,8 +84,8 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         values=[Value(v, None, 1, 4, differentiable=True) for v in outputs],
         results=[Result(step.task, "loss", v, Reduction.WHOLE) for v in outputs],
         pieces={name: piece},
-        written={name: done.written},
-        read={name: buffers},
+        written={name: set(done.written)},
+        read={name: set(buffers)},
     )
 
 

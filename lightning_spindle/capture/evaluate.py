@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -97,6 +97,20 @@ def plain_state(model: nn.Module, requires_grad: bool) -> State:
         value = parameter.detach()
         state[name] = value.requires_grad_(requires_grad and value.is_floating_point())
     return state
+
+
+def written_buffers(holder: nn.Module, before: State, versions: Mapping[str, int]) -> State:
+    """The buffers that are other tensors than those of ``before``, or were changed since ``versions``."""
+    now = dict(holder.named_buffers())
+    found = {n: now[n] for n in versions if n in now and now[n] is not before[n]}
+    return found | {
+        n: before[n] for n, v in versions.items() if now.get(n) is before[n] and before[n]._version != v
+    }
+
+
+def versions_of_buffers(holder: nn.Module, state: State) -> dict[str, int]:
+    """For ``written_buffers``."""
+    return {name: state[name]._version for name, _ in holder.named_buffers()}
 
 
 def with_tensors(holder: Holder, state: State, call: Callable[[], Any]) -> Any:

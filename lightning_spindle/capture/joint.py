@@ -140,8 +140,8 @@ class Joint:
         step, leaves, spec, owners = self._whole(active)
         at = {task: [i for i, own in enumerate(owners) if own == task] for task in active}
         trace = traced(step, leaves, spec, {task: (at[task], self.layouts[task]) for task in at})
-        measured, results = measure(trace, leaves, self.step == "training_step")
-        verify(step, leaves, spec, results)
+        measured, run = measure(trace, leaves, self.step == "training_step")
+        verify(step, leaves, spec, run)
         cut = Cut(trace, owners, self._tasks(active), self.layouts, measured)
         _require_scalars(cut)
         return cut

@@ -11,7 +11,15 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_spindle.capture.evaluate import filled, kept_generators, plain_state, run_node, with_tensors
+from lightning_spindle.capture.evaluate import (
+    filled,
+    kept_generators,
+    plain_state,
+    run_node,
+    versions_of_buffers,
+    with_tensors,
+    written_buffers,
+)
 from lightning_spindle.capture.flops import flop_counter
 from lightning_spindle.capture.layout import pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
@@ -33,11 +41,21 @@ class Measured:
     saved: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TraceRun:
+    """What a traced step gave: results by key, and the buffers that it wrote, with their values."""
+
+    results: dict[str, torch.Tensor]
+    written: dict[str, torch.Tensor]
+
+
 def measure(
     trace: StepTrace, leaves: Sequence[Any], backward: bool
-) -> tuple[dict[fx.Node, Measured], dict[str, Any]]:
-    """Each node's measures, and the step's results. Without ``backward`` nothing is kept for it."""
+) -> tuple[dict[fx.Node, Measured], TraceRun]:
+    """Each node's measures, and what the step gave. Without ``backward`` nothing is kept for it."""
     state = plain_state(trace.holder, requires_grad=backward)
+    versions = versions_of_buffers(trace.holder, state)
+    written: dict[str, torch.Tensor] = {}
     own = {_identity(p) for p in state.values()}
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Measured] = {}
@@ -51,10 +69,11 @@ def measure(
                     found[node] = _of(values[node])
                 elif node.op != "output":
                     found[node] = _run(trace, node, values, own, counter, backward)
+        written.update(written_buffers(trace.holder, state, versions))
 
     with kept_generators(SEED):
         with_tensors(trace.holder, state, run)
-    return found, {key: values[node].detach() for key, node in trace.results.items()}
+    return found, TraceRun({key: values[node].detach() for key, node in trace.results.items()}, written)
 
 
 def dynamic(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> set[fx.Node]:

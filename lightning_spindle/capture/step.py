@@ -73,6 +73,11 @@ def results_of(step: Step, output: Any) -> dict[str, Any]:
         values = {} if output is None else {"loss": output}
     if step.name == "training_step" and values.get("loss") is None:
         raise TraceError("training_step gives no loss")
+    if step.name == "training_step" and not isinstance(values["loss"], (fx.Proxy, torch.Tensor)):
+        raise StepOutputError(
+            f"task {step.task!r}: training_step returns a loss tensor, a dict with the key 'loss', or None; "
+            f"got {type(values['loss']).__name__}"
+        )
     for key, value in values.items():
         if not isinstance(value, (fx.Proxy, torch.Tensor, int, float)):
             raise StepOutputError(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_spindle import inspect
 from tests.support.fitting import assert_same_fit, plain_fit, spindle_fit
 from tests.support.small import (
     Layer,
@@ -93,6 +94,113 @@ def test_buffers_written_by_training_and_by_validation(scale: int) -> None:
     options = {"max_epochs": 2, "max_steps": -1}
     ours = forced_fit(model, data, 3, groups, **options)
     assert_same_fit(ours, plain_fit(model, data, **options))
+
+
+class Assigned(Small):
+    """Buffers of the task's own that its step assigns, writes by index, and through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = Layer(3, 4), Layer(4, 1, last=True)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("queue", torch.zeros(8, 4))
+        self.register_buffer("last", torch.zeros(2, 4))
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        z = self.tower(batch["x"])
+        loss = F.mse_loss(self.head(z - self.center - self.queue.mean(0) - self.last[1]), batch["y"])
+        with torch.no_grad():
+            self.write(z)
+        return loss
+
+    def write(self, z: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class Bound(Assigned):
+    def write(self, z: torch.Tensor) -> None:
+        self.center = 0.9 * self.center + 0.1 * z.mean(0)
+
+
+class Indexed(Assigned):
+    def write(self, z: torch.Tensor) -> None:
+        self.queue[: len(z)] = z
+
+
+class Viewed(Assigned):
+    def write(self, z: torch.Tensor) -> None:
+        self.last[1].copy_(z.mean(0))
+
+
+@pytest.mark.parametrize("kind", [Bound, Indexed, Viewed])
+def test_buffers_assigned_by_a_step_are_written(kind: type[Assigned]) -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        return multi({"a": kind(), "b": Scaled()})
+
+    ours = forced_fit(model, data, 2, {"a/": (1,), "b/": (0, 1)}, max_epochs=2, max_steps=-1)
+    assert_same_fit(ours, plain_fit(model, data, max_epochs=2, max_steps=-1))
+
+
+class Momentum(Small):
+    """A teacher that follows the tower, inside of the step."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.tower, self.teacher = Layer(3, 1), Layer(3, 1)
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            for own, followed in zip(self.teacher.parameters(), self.tower.parameters(), strict=True):
+                if self.way == "bound":
+                    own.data = 0.9 * own.data + 0.1 * followed.data
+                elif self.way == "data":
+                    own.data.mul_(0.9).add_(followed.data, alpha=0.1)
+                else:
+                    own.mul_(0.9).add_(followed, alpha=0.1)
+        return F.mse_loss(self.tower(batch["x"]), self.teacher(batch["x"]))
+
+
+@pytest.mark.parametrize("way", ["bound", "data", "plain"])
+def test_parameters_changed_by_a_step_are_refused_and_left_as_they_were(way: str) -> None:
+    momentum = Momentum(way)
+    before = {name: p.detach().clone() for name, p in momentum.named_parameters()}
+    with pytest.raises(ValueError, match=r"task 'a'.*changes parameters itself \(tasks.a.teacher.*hook"):
+        inspect(multi({"a": momentum}), together(a=Validated(samples(8, 1), [5, 3])))
+    for name, parameter in momentum.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+class Collecting(Small):
+    """Keeps its losses for the end of the epoch, as Lightning's guide to 2.0 says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Layer(3, 1)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self.tower(batch["x"]), batch["y"])
+        self.losses.append(loss.detach())
+        return loss
+
+
+def test_values_collected_by_a_step_are_refused() -> None:
+    """Only the rank that runs the step would have them in on_train_epoch_end."""
+    with pytest.raises(ValueError, match=r"changes the entries of tasks.a.losses.*on_train_batch_end"):
+        inspect(multi({"a": Collecting()}), together(a=Validated(samples(8, 1), [5, 3])))
+
+
+class Floating(Small):
+    def training_step(self, batch: Sample, batch_idx: int) -> float:
+        return 0.5
+
+
+def test_a_loss_that_is_a_number_is_refused_as_in_one_process() -> None:
+    with pytest.raises(ValueError, match=r"task 'a': training_step returns a loss tensor.*got float"):
+        inspect(multi({"a": Floating()}), together(a=Validated(samples(8, 1), [5, 3])))
 
 
 class Rooted(LightningModule):
