@@ -32,8 +32,8 @@ _REWRITTEN = (
 
 _COLLECTED = (
     "task {task!r}: {step} changes the entries of {names}, but runs as one operator on one rank: hooks would "
-    "see them there only. Log the values (self.log(..., on_epoch=True) averages them), or update a torchmetrics "
-    "object and log it; losses of training can be collected in on_train_batch_end"
+    "see them there only. Log the values (self.log(..., on_epoch=True) averages them), or update a "
+    "torchmetrics object and log it; losses of training can be collected in on_train_batch_end"
 )
 
 
