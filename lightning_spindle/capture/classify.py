@@ -181,8 +181,8 @@ class _Classifier:
         shapes_only = not inputs - {"static", "size"} or _reads_shapes(node, self.infos)
         kept = not (info.draws or self._is_anchor(node))
         kinds: list[Kind | None] = [None] * len(flat)
-        # What a module does that cannot be traced may hang on all rows' values (``if x.sum() > 0``), also where
-        # these parts happen to agree.
+        # What a module does that cannot be traced may hang on all rows' values (``if x.sum() > 0``), also
+        # where these parts happen to agree.
         opaque = node.op == "call_module" and node.target in self.trace.opaque and "rows" in inputs
         if not opaque and all(part is not None and len(part) == len(flat) for part in parts):
             for i, leaf in enumerate(flat):
