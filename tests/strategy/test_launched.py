@@ -83,8 +83,12 @@ def test_a_rank_raises(script: Path, nproc: int | None) -> None:
 @pytest.mark.parametrize("nproc", [None, 3])
 def test_a_rank_is_killed(script: Path, nproc: int | None) -> None:
     result = launch(script, "kill", nproc)
-    assert "lost its connection" in result.stderr, result.stderr
-    assert "killed" in result.stderr
+    # Whoever is first: a rank that waits for the dead one, or Lightning, which watches those it launched.
+    watched = nproc is None and re.search(
+        r"\[rank: \d\] Child process .* terminated with code -9", result.stderr
+    )
+    told = "lost its connection" in result.stderr and "killed" in result.stderr
+    assert watched or told, result.stderr
 
 
 def test_interrupt(script: Path) -> None:
