@@ -8,9 +8,9 @@ Mode ``figures`` makes the paper's figures of such simulations (``figures=[scali
 all; ``conf/mode/figures.yaml`` has their cases).
 
 ``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
-what they found, with a figure at the end of a simulated sweep. Where a sweep's directory
-(``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done. The exit code is
-1 if a job failed.
+what they found, with a figure at the end of a simulated sweep. Where a simulated sweep's directory
+(``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done; measured jobs
+are all done again. The exit code is 1 if a job failed.
 """
 
 import sys
