@@ -18,7 +18,7 @@ from math import comb
 
 from lightning_spindle.planner.memory import Memory, Need, bit_set
 from lightning_spindle.planner.problem import PlanningProblem
-from lightning_spindle.planner.sync import SYNC_WEIGHT, Sync
+from lightning_spindle.planner.sync import Sync
 from lightning_spindle.planner.transfers import BOTH_WAYS, Inputs, arranged, transfer_ms
 
 Groups = Iterator[tuple[int, ...]]
@@ -36,7 +36,7 @@ def rank(
     memory: Memory,
     *,
     balance: bool,
-    sync_weight: float = SYNC_WEIGHT,
+    sync_weight: float,
 ) -> Groups:
     """Groups of n of the free devices, best first, each in the order of its shards; at most _EXACT."""
     cluster = memory.problem.cluster
