@@ -131,6 +131,7 @@ class SpindleStrategy(ParallelStrategy):
         self._training: Training | None = None
         self._variants: dict[str, variants.Variants] = {}
         self._skippable: Any = None
+        self._completed: list[BaseFinetuning] = []
         self._metrics: Mapping[str, object] = {}
         self._sync = True
         self._stepping = False
@@ -256,6 +257,7 @@ class SpindleStrategy(ParallelStrategy):
             if isinstance(callback, BaseFinetuning):
                 # It compares the values of parameters, which may be elsewhere, with those in the optimizer.
                 callback.on_train_epoch_start = self._completely(callback.on_train_epoch_start)
+                self._completed.append(callback)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Wraps a task's loader so that each rank reads the samples that its operators need."""
@@ -593,6 +595,9 @@ class SpindleStrategy(ParallelStrategy):
         for sharded in self._sharded:
             sharded.end()
         self._sharded = []
+        for callback in self._completed:
+            vars(callback).pop("on_train_epoch_start", None)
+        self._completed = []
         if self._skippable is not None:
             end_skipping(self._skippable)
         super().teardown()

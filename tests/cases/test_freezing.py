@@ -135,6 +135,14 @@ def test_freezing_and_unfreezing_in_the_fit(frozen: bool, callback: Callable[[],
     assert any(torch.equal(now, before) for now, before in pairwise(tower)), "it rests"
 
 
+def test_a_callback_is_its_own_again_after_the_fit() -> None:
+    """The strategy gives it the whole model during the fit, and leaves nothing in it."""
+    callback = Finetunes()
+    strategy = SpindleStrategy(profile_budget_s=0.5)
+    fit_once(lambda: model(Towers, "adamw", False), data, strategy, callbacks=[callback], max_steps=2)
+    assert "on_train_epoch_start" not in vars(callback)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_freezing_a_weight_of_the_total(devices: int) -> None:
     """All ranks compute the gradient of a learned loss weight; only one may count once it trains again."""
