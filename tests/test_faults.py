@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import faults
-from tests.fault_bodies import changes_result, does_nothing, passes_through, returns
-from tests.faults import FAULTS, OURS, ROOT, Fault, apply_fault, judge
+from tests.faults import FAULTS, Fault, apply_fault
+from tests.faults.bodies import changes_result, does_nothing, passes_through, returns
+from tests.faults.fault import OURS
+from tests.faults.judging import ROOT, judge
 
 VICTIM = """
 def double(x):
@@ -33,7 +34,7 @@ def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     (tmp_path / "victim.py").write_text(VICTIM)
     (tmp_path / "user.py").write_text("from victim import double\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(faults, "OURS", ("victim", "user"))
+    monkeypatch.setattr("tests.faults.fault.OURS", ("victim", "user"))
     monkeypatch.setenv("PYTHONPATH", "")
     yield importlib.import_module("victim")
     for name in ("victim", "user"):
@@ -81,7 +82,7 @@ CONFTEST = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.faults import Fault, apply_fault
-from tests.fault_bodies import returns
+from tests.faults.bodies import returns
 import os
 def pytest_configure(config):
     if name := os.environ.get("SPINDLE_FAULT"):

@@ -1,4 +1,4 @@
-"""Brings a deliberate fault into every Python process that a test launches (see tests/faults.py)."""
+"""Brings a deliberate fault into every Python process that a test launches (see tests/faults)."""
 
 import os
 import sys

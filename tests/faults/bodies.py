@@ -1,4 +1,4 @@
-"""What the faults of tests/faults.py put in place of our functions.
+"""What the faults of the table of faults put in place of our functions.
 
 Each takes the original function and returns the faulty one, which has the original's signature (for a method,
 ``self`` included). General ones come first; those written for one function are named after what they break.

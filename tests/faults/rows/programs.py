@@ -1,0 +1,115 @@
+"""Faults in programs, the simulator and the emulation."""
+
+from tests.faults import bodies
+from tests.faults.fault import Fault
+from tests.faults.files import GATHERED, MISSING, OWNERSHIP, SAMPLERS, SCALE, SHARDED
+
+FAULTS = (
+    Fault(
+        "groups-not-bounded",
+        "lightning_spindle.program.pooling:pooled",
+        bodies.changes_result(lambda pool: {group: group for group in pool}),
+        (
+            "tests/test_pooling.py::test_every_group_has_a_superset_in_a_bounded_pool",
+            "tests/test_program.py::test_a_parameter_is_in_one_bucket_iff_several_devices_hold_it",
+        ),
+    ),
+    Fault(
+        "shards-overlap",
+        "lightning_spindle.program:row_range",
+        bodies.overlaps_rows,
+        (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
+    ),
+    Fault(
+        "gathered-rows-are-ones-own",
+        "lightning_spindle.program.program:Edge.reads",
+        bodies.passes_through(1),
+        (f"{GATHERED}::test_parity[together]", f"{GATHERED}::test_only_features_travel"),
+    ),
+    Fault(
+        "all-state-on-the-first-holder",
+        "lightning_spindle.program.ownership:owners",
+        bodies.gives_all_to_the_first,
+        (
+            f"{SHARDED}::test_data_parallel_states_are_of_equal_size",
+            f"{OWNERSHIP}::test_shares_are_balanced_and_the_same_on_every_rank",
+        ),
+    ),
+    Fault(
+        "shared-out-anew-when-ranks-join",
+        "lightning_spindle.program.ownership:owners",
+        bodies.shares_out_anew,
+        (
+            f"{SHARDED}::test_ranks_that_come_to_hold_a_parameter_get_its_values",
+            f"{OWNERSHIP}::test_who_steps_a_parameter_goes_on_when_others_join",
+        ),
+    ),
+    Fault(
+        "variants-where-they-like",
+        "lightning_spindle.program.placing:follow",
+        bodies.forgets_keyword("within"),
+        (f"{MISSING}::test_c16_an_optional_image",),
+    ),
+    Fault(
+        "parameters-on-every-rank",
+        "lightning_spindle.program:holders",
+        bodies.replicates_parameters,
+        (
+            "tests/parity/test_work.py::test_tasks_apart",
+            "tests/test_work.py::test_a_rank_holds_the_parameters_of_its_operators",
+        ),
+    ),
+    Fault(
+        "every-shard-sees-all-rows",
+        "lightning_spindle.program:ProgramRun.rows",
+        bodies.gives_all_rows,
+        (
+            "tests/parity/test_work.py::test_data_parallel",
+            "tests/test_work.py::test_rows_and_flops_are_the_plans",
+            "tests/test_work.py::test_ranks_together_do_what_one_process_does",
+        ),
+    ),
+    Fault(
+        "uplinks-not-shared",
+        "lightning_spindle.simulate.links:Links._speed",
+        bodies.returns(1.0),
+        (
+            "tests/test_links.py::test_messages_over_one_uplink_share_it",
+            "tests/test_links.py::test_a_message_is_fast_again_when_it_is_alone",
+            "tests/test_links.py::test_a_sum_and_a_message_share_an_uplink",
+        ),
+    ),
+    Fault(
+        "gradients-never-cleared",
+        "lightning_spindle.simulate.memory:Memory.gradients_cleared",
+        bodies.does_nothing,
+        ("tests/test_simulate.py::test_memory_holds_parameters_gradients_and_activations",),
+    ),
+    Fault(
+        "operators-simulated-without-their-inputs",
+        "lightning_spindle.simulate.prepared:_message",
+        bodies.needs_no_messages,
+        (
+            "tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",
+            "tests/test_sleeping.py",
+        ),
+    ),
+    Fault(
+        "sums-simulated-for-nothing",
+        "lightning_spindle.simulate.prepared:_sum",
+        bodies.does_nothing,
+        ("tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",),
+    ),
+    Fault(
+        "emulated-messages-without-bytes",
+        "lightning_spindle.emulate.transport:EmulatedTransport._bytes",
+        bodies.returns(0.0),
+        ("tests/test_emulate.py::test_clocks_show_what_is_worked_out_by_hand",),
+    ),
+    Fault(
+        "emulated-backward-takes-no-time",
+        "lightning_spindle.emulate.stubs:_Pass.backward",
+        bodies.gives_no_gradients,
+        ("tests/test_emulate.py::test_clocks_show_what_is_worked_out_by_hand",),
+    ),
+)
