@@ -135,12 +135,16 @@ def test_freezing_and_unfreezing_in_the_fit(frozen: bool, callback: Callable[[],
     assert any(torch.equal(now, before) for now, before in pairwise(tower)), "it rests"
 
 
-def test_a_callback_is_its_own_again_after_the_fit() -> None:
-    """The strategy gives it the whole model during the fit, and leaves nothing in it."""
+def own_hooks_after_fit(rank: int, size: int) -> list[str]:
     callback = Finetunes()
     strategy = SpindleStrategy(profile_budget_s=0.5)
     fit_once(lambda: model(Towers, "adamw", False), data, strategy, callbacks=[callback], max_steps=2)
-    assert "on_train_epoch_start" not in vars(callback)
+    return [name for name in vars(callback) if name.startswith("on_")]
+
+
+def test_a_callback_is_its_own_again_after_the_fit() -> None:
+    """The strategy gives it the whole model during the fit, and leaves nothing in it."""
+    assert run_ranks(own_hooks_after_fit, 1) == [[]]
 
 
 @pytest.mark.parametrize("devices", [1, 3])
