@@ -30,6 +30,7 @@ class Interrupts(Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it otherwise
 how = sys.argv[1]
 plan = everywhere()
 Fails.when = When(1, "backward", how)
