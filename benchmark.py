@@ -4,32 +4,45 @@ Mode ``measured`` prints the step time of one process under Spindle over that of
 several processes that of Lightning's DDPStrategy over Spindle's, with the same global batches and losses.
 Mode ``simulated`` plans a full workload for a cluster that nobody has at hand and simulates an iteration of
 the program that would run there, beside DeepSpeed and Megatron-LM.
+Mode ``emulated`` holds such a simulation against the real engine, which runs the same program on virtual
+devices; it fails where their iterations differ by more than 2 %.
 Mode ``figures`` makes the paper's figures of such simulations (``figures=[scaling,end_to_end]``, by default
 all; ``conf/mode/figures.yaml`` has their cases).
 
 ``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
-what they found, with a figure at the end of a simulated sweep. Where a simulated sweep's directory
-(``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done; measured jobs
-are all done again. The exit code is 1 if a job failed.
+what they found, with a figure at the end of a simulated sweep. Where the directory of a simulated or emulated
+sweep (``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done; measured
+jobs are all done again. The exit code is 1 if a job failed.
 """
 
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarking.cells import cell_of
+from benchmarking.emulated import emulate_spindle
 from benchmarking.figures.making import make_figures
 from benchmarking.measured import REPORT, RESULTS, measure
 from benchmarking.report import report
 from benchmarking.report_simulated import report_simulated
 from benchmarking.results import append
-from benchmarking.simulated import attempted, refused, simulate_baseline, simulate_spindle
+from benchmarking.simulated import (
+    Cell,
+    Result,
+    SimulatedRow,
+    attempted,
+    refused,
+    simulate_baseline,
+    simulate_spindle,
+)
 from benchmarking.sweep import Progress, jobs_of, read_rows
 
 _failures: list[str] = []
@@ -46,9 +59,38 @@ def measured(config: dict[str, Any], directory: Path, results: Path) -> bool:
     return not measurement.failed
 
 
+Job = tuple[SimulatedRow, Callable[[], Result]]
+"""What the row is if the job refuses, and the job."""
+
+
 def simulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
     """Plan, simulate and print; whether every job ended well."""
     planner, time_limit_s = config["planner"]["name"], config["planner"]["time_limit_s"]
+
+    def jobs(cell: Cell) -> Iterable[Job]:
+        yield cell.row("spindle", planner), partial(simulate_spindle, cell, planner, time_limit_s)
+        for system in config["baselines"]:
+            yield cell.row(system), partial(simulate_baseline, cell, system)
+
+    return _do(jobs, config, directory, results)
+
+
+def emulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
+    """Plan, simulate, emulate and print; whether every job ended well."""
+    torch.set_num_threads(1)  # of each of the ranks, which are threads themselves
+    planner, time_limit_s = config["planner"]["name"], config["planner"]["time_limit_s"]
+
+    def jobs(cell: Cell) -> Iterable[Job]:
+        row = cell.row("spindle", planner, mode="emulated")
+        yield row, partial(emulate_spindle, cell, planner, time_limit_s)
+
+    return _do(jobs, config, directory, results)
+
+
+def _do(
+    jobs_on: Callable[[Cell], Iterable[Job]], config: dict[str, Any], directory: Path, results: Path
+) -> bool:
+    """Those jobs on the configuration's cell that have no row yet."""
     try:
         cell = cell_of(config)
     except ValueError as refusal:
@@ -56,23 +98,17 @@ def simulated(config: dict[str, Any], directory: Path, results: Path) -> bool:
         append(results, row)
         print(_progress.line(f"FAILED: {row.error}"), flush=True)
         return False
-    jobs = {
-        cell.row("spindle", planner).key: ("spindle", partial(simulate_spindle, cell, planner, time_limit_s)),
-        **{
-            cell.row(system).key: (system, partial(simulate_baseline, cell, system))
-            for system in config["baselines"]
-        },
-    }
     known = {row.key: row for row in read_rows(results) if not row.error}
-    for key, (system, job) in jobs.items():
-        if key not in known:
-            result = attempted(cell, system, key[-1], job)
-            append(results, result.row)
-            known[key] = result.row
-    rows = [known[key] for key in jobs]
+    rows = []
+    for blank, job in jobs_on(cell):
+        row = known.get(blank.key)
+        if row is None:
+            row = attempted(blank, job).row
+            append(results, row)
+        rows.append(row)
     text = report_simulated(rows)
     (directory / REPORT).write_text(f"{text}\n")
-    what = f"{cell.workload}, {cell.tasks} tasks, {rows[0].devices} devices, {planner}"
+    what = f"{cell.workload}, {cell.tasks} tasks, {rows[0].devices} devices, {config['planner']['name']}"
     print(_progress.line(what), flush=True)
     if _progress.jobs == 1:
         print(f"\n{text}\n\nRows: {results}", flush=True)
@@ -84,7 +120,7 @@ def figures(config: dict[str, Any], directory: Path, results: Path) -> bool:
     return make_figures(config, Path(config["into"] or directory), lambda line: print(line, flush=True))
 
 
-MODES = {"measured": measured, "simulated": simulated, "figures": figures}
+MODES = {"measured": measured, "simulated": simulated, "emulated": emulated, "figures": figures}
 
 
 @hydra.main(config_path="conf", config_name="benchmark", version_base="1.3")

@@ -43,7 +43,14 @@ class SimulatedRow:
     """How a baseline divides its work; the planner that "auto" chose."""
     optimizer_state: str = ""
     """"whole" or "sharded" of Spindle."""
-    iteration_ms: float | None = None
+    simulated_ms: float | None = None
+    """An iteration, as simulated."""
+    emulated_ms: float | None = None
+    """The same, as the engine ran it on virtual devices."""
+    difference: float | None = None
+    """Of the simulated iteration from the emulated one, relative to that."""
+    emulating_s: float | None = None
+    """Real time that emulating took."""
     planning_s: float | None = None
     c_star_ms: float | None = None
     """The paper's theoretical optimum (appendix B), levels summed."""
@@ -62,10 +69,14 @@ class SimulatedRow:
     error: str = ""
 
     @property
-    def key(self) -> tuple[str, int, str, int, str, str, str]:
+    def cell(self) -> tuple[str, str, int, str, int]:
+        """What rows have in common that are compared with each other."""
+        return (self.mode, self.workload, self.tasks, self.cluster, self.devices)
+
+    @property
+    def key(self) -> tuple[object, ...]:
         """What makes a row the same job as another."""
-        cell = (self.workload, self.tasks, self.cluster, self.devices)
-        return (*cell, self.optimizer_state, self.system, self.planner)
+        return (*self.cell, self.optimizer_state, self.system, self.planner)
 
     @property
     def name(self) -> str:
@@ -130,10 +141,11 @@ class Cell:
         c_star_ms, _ = stage_schedule(self.problem, Reading())
         return c_star_ms
 
-    def row(self, system: str, planner: str = "", setting: str = "") -> SimulatedRow:
+    def row(self, system: str, planner: str = "", setting: str = "", mode: str = "simulated") -> SimulatedRow:
+        """Of a job that has not run."""
         return SimulatedRow(
             date=_now(),
-            mode="simulated",
+            mode=mode,
             workload=self.workload,
             tasks=self.tasks,
             cluster=self.cluster,
@@ -187,19 +199,19 @@ def simulate_baseline(cell: Cell, system: str) -> Result:
     return Result(replace(row, memory_bytes=execution.memory_bytes), execution.timeline)
 
 
-def attempted(cell: Cell, system: str, planner: str, simulated: Callable[[], Result]) -> Result:
-    """The result, or a row that says why there is none."""
+def attempted(row: SimulatedRow, job: Callable[[], Result]) -> Result:
+    """The job's result, or its row with the reason why there is none."""
     try:
-        return simulated()
+        return job()
     except ValueError as refusal:
-        return Result(replace(cell.row(system, planner), error=_reason(refusal)))
+        return Result(replace(row, error=_reason(refusal)))
 
 
 def refused(config: Mapping[str, Any], refusal: ValueError) -> SimulatedRow:
     """The row of a job whose workload on its cluster there is not."""
     return SimulatedRow(
         date=_now(),
-        mode="simulated",
+        mode=config["mode"]["name"],
         workload=config["workload"]["name"],
         tasks=config["workload"]["tasks"] or 0,
         cluster=config["cluster"]["name"],
@@ -231,7 +243,7 @@ def _told(row: SimulatedRow, timeline: Timeline) -> SimulatedRow:
     peaks = [b for rank in range(timeline.devices) if (b := timeline.peak_bytes(rank)) is not None]
     return replace(
         row,
-        iteration_ms=timeline.span_s * 1e3,
+        simulated_ms=timeline.span_s * 1e3,
         utilisation=timeline.utilisation,
         compute_share=computing_s / total_s,
         transfer_share=shares[Category.TRANSFER] / total_s,

@@ -54,8 +54,8 @@ def latest(rows: Iterable[SimulatedRow]) -> list[SimulatedRow]:
     found: dict[tuple[object, ...], SimulatedRow] = {}
     for row in rows:
         found[row.key] = row
-    cells = list(dict.fromkeys(key[:4] for key in found))
-    return sorted(found.values(), key=lambda row: cells.index(row.key[:4]))
+    cells = list(dict.fromkeys(row.cell for row in found.values()))
+    return sorted(found.values(), key=lambda row: cells.index(row.cell))
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a sweep leaves at its end: one report of all its jobs, and a figure where they were simulated."""
+"""What a sweep leaves at its end: one report of all its jobs, and a figure of those that were simulated."""
 
 import logging
 from pathlib import Path
@@ -33,12 +33,15 @@ class SweepReport(Callback):
 
 
 def report_sweep(directory: Path) -> None:
-    """Tables of a simulated sweep, with its figure if matplotlib is there; of each job the latest row."""
+    """Tables of simulated and emulated jobs, of each its latest row.
+
+    Simulated ones have a figure if matplotlib is there.
+    """
     rows = latest(read_rows(directory / RESULTS))
     parts = [report_simulated(rows)]
-    if rows:
+    if simulated := [row for row in rows if row.mode == "simulated"]:
         try:
-            save(speedup_figure(rows), directory / FIGURE)
+            save(speedup_figure(simulated), directory / FIGURE)
             parts.insert(0, f"![Speedup over DeepSpeed]({FIGURE})")
         except ModuleNotFoundError as missing:
             parts.insert(0, f"No figure: {missing}")

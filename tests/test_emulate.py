@@ -125,7 +125,7 @@ def test_the_simulator_foretells_every_event_of_any_program(sample: Sample, upli
 
 @pytest.mark.parametrize("planner", ["spindle", "seq"])
 def test_simulated_and_emulated_iterations_of_a_workload_agree(planner: str) -> None:
-    """On 8 A800s in two nodes of 4; ``python -m benchmarking.emulated`` has all workloads and sizes."""
+    """On 8 A800s in two nodes of 4; ``python benchmark.py mode=emulated`` has all workloads and sizes."""
     costs = AnalyticCosts(multitask_clip(4), A800.cluster(8, island_size=4))
     cell = Cell("multitask_clip", 4, "a800", costs)
     program = cell.step.program(plan(cell.problem, planner))

@@ -1,4 +1,4 @@
-"""The simulated mode: cells, rows, sweeps that go on where they stopped."""
+"""The simulated and emulated modes: cells, rows, sweeps that go on where they stopped."""
 
 import csv
 import logging
@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import benchmark
+from benchmarking import simulated
 from benchmarking.cells import cell_of, of_tasks
 from benchmarking.report_simulated import report_simulated, speedup
 from benchmarking.results import append
@@ -45,7 +46,7 @@ def test_every_planner_and_baseline_gives_a_row(cell: Cell) -> None:
     rows += [simulate_baseline(cell, system).row for system in ("deepspeed", "megatron")]
     assert len({row.key for row in rows}) == len(rows)
     for row in rows:
-        assert row.iteration_ms is not None
+        assert row.simulated_ms is not None
         assert row.memory_bytes is not None
         shares = (row.compute_share, row.transfer_share, row.sync_share)
         assert all(share is not None and 0 <= share <= 1 for share in shares)
@@ -56,8 +57,8 @@ def test_every_planner_and_baseline_gives_a_row(cell: Cell) -> None:
     )
     auto = next(row for row in spindle if row.planner == "auto")
     assert auto.setting in PLANNERS
-    assert auto.iteration_ms == min(row.iteration_ms for row in spindle if row.iteration_ms)
-    assert speedup(auto, rows) == pytest.approx(rows[-2].iteration_ms / auto.iteration_ms)
+    assert auto.simulated_ms == min(row.simulated_ms for row in spindle if row.simulated_ms)
+    assert speedup(auto, rows) == pytest.approx(rows[-2].simulated_ms / auto.simulated_ms)
 
 
 def test_planners_see_the_times_that_the_simulator_has(cell: Cell) -> None:
@@ -74,8 +75,8 @@ def test_planners_see_the_times_that_the_simulator_has(cell: Cell) -> None:
 
 def test_a_refusal_is_a_row_with_its_reason(cell: Cell) -> None:
     narrow = replace(cell, costs=replace(cell.costs, cluster=replace(cell.costs.cluster, memory_bytes=1000)))
-    result = attempted(narrow, "deepspeed", "", partial(simulate_baseline, narrow, "deepspeed"))
-    assert result.row.iteration_ms is None
+    result = attempted(narrow.row("deepspeed"), partial(simulate_baseline, narrow, "deepspeed"))
+    assert result.row.simulated_ms is None
     assert "ValueError: deepspeed does not fit on 16 devices" in result.row.error
     assert "FAILED deepspeed" in report_simulated([result.row])
 
@@ -95,7 +96,7 @@ def test_a_sweep_goes_on_where_it_stopped(
     real = benchmark.attempted
 
     def attempt(*args: Any) -> Any:
-        done.append(f"{args[1]}:{args[2]}")
+        done.append(f"{args[0].system}:{args[0].planner}")
         return real(*args)
 
     monkeypatch.setattr(benchmark, "attempted", attempt)
@@ -144,7 +145,7 @@ def hydra_restored() -> Iterator[None]:
 
 def sweep(monkeypatch: pytest.MonkeyPatch, directory: Path, *overrides: str) -> None:
     """``python benchmark.py -m`` in this process."""
-    options = ["-m", f"hydra.sweep.dir={directory}", "mode=simulated", "planner.time_limit_s=0.2"]
+    options = ["-m", f"hydra.sweep.dir={directory}", "workload=ofasys", "planner.time_limit_s=0.2"]
     monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *overrides])
     task = benchmark.main.__wrapped__
     hydra.main(config_path=str(ROOT / "conf"), config_name="benchmark", version_base="1.3")(task)()
@@ -158,8 +159,8 @@ def test_a_sweep_has_one_tree_one_table_and_one_report(
     monkeypatch.setattr(benchmark, "cell_of", lambda config: cell if config["seed"] == 0 else cell_of(config))
     monkeypatch.chdir(tmp_path)
     directory = Path("swept")
-    sweep(monkeypatch, directory, "planner=seq,optimus", "workload=ofasys", "workload.tasks=99", "seed=0,1")
-    sweep(monkeypatch, directory, "planner=seq,stmm", "workload=ofasys", "workload.tasks=99", "seed=0,1")
+    sweep(monkeypatch, directory, "planner=seq,optimus", "workload.tasks=99", "seed=0,1")
+    sweep(monkeypatch, directory, "planner=seq,stmm", "workload.tasks=99", "seed=0,1")
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]
     assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
     rows = read_rows(directory / "results.csv")
@@ -171,6 +172,29 @@ def test_a_sweep_has_one_tree_one_table_and_one_report(
     assert text.count("FAILED") == 3
     if find_spec("matplotlib"):
         assert (directory / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("hydra_restored")
+def test_emulated_iterations_stand_beside_simulated_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
+) -> None:
+    """Where the simulator is told of other devices, the job has failed and leaves both times."""
+    small = replace(cell, costs=replace(cell.costs, cluster=A800.cluster(4)))
+    monkeypatch.setattr(benchmark, "cell_of", lambda config: small)
+    sweep(monkeypatch, tmp_path, "mode=simulated,emulated", "planner=spindle")
+    slow = replace(small.costs, kind=replace(A800, flops_per_s=A800.flops_per_s / 2))
+    real = simulated.simulate
+    monkeypatch.setattr(simulated, "simulate", lambda program, costs: real(program, slow))
+    sweep(monkeypatch, tmp_path, "mode=emulated", "planner=spindle,seq")
+    rows = [row for row in read_rows(tmp_path / "results.csv") if row.mode == "emulated"]
+    assert [(row.name, bool(row.error)) for row in rows] == [("spindle", False), ("seq", True)]
+    for row in rows:
+        assert row.difference == pytest.approx(row.simulated_ms / row.emulated_ms - 1.0)
+        assert (abs(row.difference) < 1e-6) == (not row.error)
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("Emulated 20") == text.count("Simulated 20") == 1
+    assert f"{rows[0].emulated_ms:.2f} |" in text
+    assert f"FAILED spindle:seq: simulated {rows[1].simulated_ms:.2f} ms, emulated" in text
 
 
 def test_a_table_has_rows_of_one_kind(cell: Cell, tmp_path: Path) -> None:

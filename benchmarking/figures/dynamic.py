@@ -54,10 +54,10 @@ def rows(suite: Suite) -> list[DynamicRow]:
         cell = part_of(whole, names[first:last])
         for system in SHOWN:
             row = suite.result(cell, system).row
-            if row.iteration_ms is None:
+            if row.simulated_ms is None:
                 raise ValueError(f"phase {phase} under {system}: {row.error}")
             where = (cell.workload, row.devices, phase, first, last, step["steps"])
-            found.append(DynamicRow(*where, system, row.iteration_ms, row.planning_s or 0.0))
+            found.append(DynamicRow(*where, system, row.simulated_ms, row.planning_s or 0.0))
     return found
 
 

@@ -47,13 +47,13 @@ def _speedups(found: Sequence[ComparedRow]) -> str:
     lines = []
     for (workload, tasks, devices), own in by_cell.items():
         values = [f"{number(own[s].speedup)} / {number(own[s].reported)}" for s in systems]
-        base = number(own["deepspeed"].iteration_ms, ".0f")
+        base = number(own["deepspeed"].simulated_ms, ".0f")
         lines.append([workload_title(workload, tasks), str(devices), base, *values])
     return table(head, lines)
 
 
 def _growth(found: Sequence[ComparedRow]) -> str:
-    times = {(row.workload, row.tasks, row.devices, row.name): row.iteration_ms for row in found}
+    times = {(row.workload, row.tasks, row.devices, row.name): row.simulated_ms for row in found}
     lines = []
     for (workload, tasks, few, many, system), reported in GROWTH.items():
         names = (system, "search") if system == "spindle" else (system,)

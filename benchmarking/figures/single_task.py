@@ -69,7 +69,7 @@ def tell(found: Sequence[SingleTaskRow]) -> str:
         [
             f"{WORKLOADS.get(workload, workload)}, {task}",
             str(devices),
-            number(own["deepspeed"].iteration_ms, ".1f"),
+            number(own["deepspeed"].simulated_ms, ".1f"),
             *(number(own[s].speedup) for s in systems),
         ]
         for (workload, devices, task), own in by_task.items()

@@ -1,6 +1,6 @@
 """The cells that figures are made of, each planned and simulated once for all figures."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -56,13 +56,12 @@ class Suite:
         key = (cell, system)
         if key not in self._results:
             time_limit_s = self.config["planner"]["time_limit_s"]
-            job: Callable[[], Result]
             if system in BASELINES:
                 job = partial(simulate_baseline, cell, system)
-                self._results[key] = attempted(cell, system, "", job)
+                self._results[key] = attempted(cell.row(system), job)
             else:
                 job = partial(simulate_spindle, cell, system, time_limit_s)
-                self._results[key] = attempted(cell, "spindle", system, job)
+                self._results[key] = attempted(cell.row("spindle", system), job)
         return self._results[key]
 
 

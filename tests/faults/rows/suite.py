@@ -63,6 +63,12 @@ FAULTS = (
         ("tests/test_simulated.py::test_a_sweep_has_one_tree_one_table_and_one_report",),
     ),
     Fault(
+        "emulated-iterations-may-be-anything",
+        "benchmarking.emulated:_too_far",
+        bodies.returns(""),
+        ("tests/test_simulated.py::test_emulated_iterations_stand_beside_simulated_ones",),
+    ),
+    Fault(
         "figures-of-all-tasks",
         "benchmarking.figures.suite:part_of",
         bodies.passes_through(0),
