@@ -57,8 +57,9 @@ def configured(name: str, task: LightningModule) -> TaskOptimizer | None:
 def merge(parts: list[TaskOptimizer], names: Mapping[torch.nn.Parameter, str]) -> Any:
     """One optimizer (and scheduler) out of the tasks', in the form ``configure_optimizers`` returns.
 
-    The merged groups are the tasks' groups in order, one for one, each with its own options. A parameter that
-    several tasks list stays in the group of the first (its owner), the others' groups go without it.
+    The merged groups are the tasks' groups in order, each with its own options. A parameter that several
+    tasks list stays in the group of the first (its owner), the others' groups go without it. A group that
+    loses all of its parameters so is left out: not every strategy (DeepSpeed) takes empty ones.
 
     Args:
         parts: in the order of the tasks.
@@ -77,7 +78,8 @@ def merge(parts: list[TaskOptimizer], names: Mapping[torch.nn.Parameter, str]) -
                 f"tasks {first.task!r} and {part.task!r} configure optimizers of different classes, "
                 f"{type(first.optimizer).__name__} and {type(part.optimizer).__name__}; they cannot merge"
             )
-    optimizer = _like(first.optimizer, _merged_groups(parts, names))
+    _check_shared(parts, names)
+    optimizer = _like(first.optimizer, _merged_groups(parts))
     configs = [(part, config) for part in parts for config in part.schedulers]
     if not configs:
         return optimizer
@@ -102,23 +104,38 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-def _merged_groups(
-    parts: list[TaskOptimizer], names: Mapping[torch.nn.Parameter, str]
-) -> list[dict[str, Any]]:
-    owners: dict[torch.nn.Parameter, tuple[str, dict[str, Any]]] = {}
+def _merged_groups(parts: list[TaskOptimizer]) -> list[dict[str, Any]]:
     merged = []
-    for part in parts:
-        for group in part.optimizer.param_groups:
-            options, owned = _options(group), []
-            for parameter in group["params"]:
-                if parameter not in owners:
-                    owners[parameter] = (part.task, options)
-                    owned.append(parameter)
-                else:
-                    _check_same(names.get(parameter, "?"), owners[parameter], (part.task, options))
-            merged.append({**group, "params": owned})
+    for part, groups in zip(parts, _owned(parts), strict=True):
+        for index, owned in groups.items():
+            merged.append({**part.optimizer.param_groups[index], "params": owned})
             merged[-1].pop("param_names", None)
     return merged
+
+
+def _owned(parts: list[TaskOptimizer]) -> list[dict[int, list[torch.nn.Parameter]]]:
+    """For each task, the groups that the merged optimizer has, with parameters that no task before lists."""
+    seen: set[torch.nn.Parameter] = set()
+    kept: list[dict[int, list[torch.nn.Parameter]]] = []
+    for part in parts:
+        kept.append({})
+        for index, group in enumerate(part.optimizer.param_groups):
+            owned = [parameter for parameter in group["params"] if parameter not in seen]
+            if owned or not group["params"]:
+                kept[-1][index] = owned
+            seen.update(owned)
+    return kept
+
+
+def _check_shared(parts: list[TaskOptimizer], names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raises ValueError where tasks give a parameter that they share different options."""
+    owners: dict[torch.nn.Parameter, tuple[str, dict[str, Any]]] = {}
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            options = _options(group)
+            for parameter in group["params"]:
+                owner = owners.setdefault(parameter, (part.task, options))
+                _check_same(names.get(parameter, "?"), owner, (part.task, options))
 
 
 def _check_same(parameter: str, owner: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]) -> None:
@@ -169,7 +186,8 @@ class MergedScheduler(LRScheduler):
 
     Every scheduler stays attached to its task's own optimizer, which never steps. At each ``step`` the
     options of the merged groups go there, the scheduler steps, and the options come back. Groups are paired
-    by position (loading a state replaces the group objects), and may have lost parameters since.
+    by position (loading a state replaces the group objects), and may have lost parameters since. Those that
+    the merged optimizer has not keep their own options.
     """
 
     # No super().__init__(): it would take a first step and rewrite the groups.
@@ -180,6 +198,7 @@ class MergedScheduler(LRScheduler):
         self.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self._last_lr = self.get_lr()
         self._shared = _shared_groups(parts)
+        self._merged = [tuple(groups) for groups in _owned(parts)]
 
     def step(self, epoch: None = None) -> None:
         """Step every task's schedulers once (``epoch``, long deprecated in torch, is not supported)."""
@@ -226,8 +245,8 @@ class MergedScheduler(LRScheduler):
     def _pairs(self) -> list[tuple[TaskOptimizer, list[tuple[dict[str, Any], dict[str, Any]]]]]:
         """Each task with its own groups beside the merged ones."""
         pairs, start = [], 0
-        for part in self.parts:
-            groups = part.optimizer.param_groups
+        for part, indices in zip(self.parts, self._merged, strict=True):
+            groups = [part.optimizer.param_groups[index] for index in indices]
             merged = self.optimizer.param_groups[start : start + len(groups)]
             pairs.append((part, list(zip(groups, merged, strict=True))))
             start += len(groups)

@@ -553,6 +553,26 @@ def test_schedulers_that_step_at_different_times_are_refused() -> None:
         merged(scheduled(lambda o: StepLR(o, 1), **STEP), scheduled(lambda o: StepLR(o, 1), interval="epoch"))
 
 
+def test_a_group_that_other_tasks_own_is_left_out_and_schedules_go_on() -> None:
+    """Shared parameters in a group of their own: a strategy may refuse or drop groups without parameters."""
+
+    def configure(task: Linear) -> Any:
+        groups = [{"params": task.shared.parameters(), "lr": 4.0}, {"params": task.head.parameters()}]
+        optimizer = SGD(groups, lr=1.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": StepLR(optimizer, 1, gamma=0.5), **STEP},
+        }
+
+    model, result = merged(configure, configure)
+    optimizer = result["optimizer"]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 2]
+    assert optimizer.param_groups[2]["params"] == list(model.tasks["b"].head.parameters())
+    optimizer.step()
+    result["lr_scheduler"]["scheduler"].step()
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 0.5, 0.5]
+
+
 def test_a_schedule_that_parts_from_the_owners_is_warned_of() -> None:
     def decays(by: float) -> Callable[[Linear], Any]:
         def configure(task: Linear) -> Any:
