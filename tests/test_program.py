@@ -7,7 +7,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter, Reduction, Result, Value
+from lightning_spindle.graph import (
+    Layout,
+    Operator,
+    OperatorGraph,
+    Parameter,
+    Reading,
+    Reduction,
+    Result,
+    Value,
+)
 from lightning_spindle.program import (
     Instruction,
     Kind,
@@ -149,6 +158,13 @@ def test_a_bucket_is_summed_once_after_all_its_gradients(sample: Sample) -> None
 
 
 @given(samples())
+def test_backward_goes_against_the_flow(sample: Sample) -> None:
+    place = {i.index: k for k, i in enumerate(sample.program.order) if i.kind is Kind.BACKWARD}
+    for edge in sample.program.edges:
+        assert not edge.gradient or place[edge.target] < place[edge.source]
+
+
+@given(samples())
 def test_instructions_parse_back(sample: Sample) -> None:
     for i in sample.program.order:
         assert Instruction.parse(str(i)) == i
@@ -225,6 +241,33 @@ def chain() -> Program:
         ProgramRun(i, o.name, o.task, (o.name,), groups[i], o.layout) for i, o in enumerate(operators)
     )
     return lower(runs, graph, 3, holders([(runs, graph)]), trainable=["w"])
+
+
+def test_losses_that_couple_samples_go_back_before_anything_is_summed() -> None:
+    """Two tasks after each other on both devices; one loss runs whole, the other one gathers rows."""
+    operators = (
+        Operator("a/tower", "a", "s", Layout.SPLIT, (), ("x",), ("v",)),
+        Operator("a/loss", "a", "loss", Layout.WHOLE, ("x",), ("l",)),
+        Operator("b/tower", "b", "s", Layout.SPLIT, (), ("y",), ("w",)),
+        Operator("b/loss", "b", "loss", Layout.SPLIT, ("y",), ("m",)),
+    )
+    values = (
+        Value("x", 0, 1, 8, True),
+        Value("l", None, 1, 4, True),
+        Value("y", 0, 1, 8, True, reading=Reading.GATHERED),
+        Value("m", None, 1, 4, True),
+    )
+    results = (Result("a", "loss", "l", Reduction.WHOLE), Result("b", "loss", "m", Reduction.MEAN))
+    parameters = (Parameter("v", 4, True), Parameter("w", 4, True))
+    graph = OperatorGraph(operators, values, parameters, results, (("a", 4), ("b", 4)))
+    runs = tuple(
+        ProgramRun(i, o.name, o.task, (o.name,), (0,) if o.layout is Layout.WHOLE else (0, 1), o.layout)
+        for i, o in enumerate(operators)
+    )
+    program = lower(runs, graph, 2, holders([(runs, graph)]), trainable=["v", "w"], bucket_bytes=1)
+    check_deadlock(program)
+    backward = [str(i) for i in program.order if str(i)[0] in "BGR"]
+    assert backward == ["B3", "G1:0>1", "G1:1>0", "B1", "G0:1>0", "B2", "R0", "B0", "R1"]
 
 
 def texts(program: Program) -> list[list[str]]:

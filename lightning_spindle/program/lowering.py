@@ -58,8 +58,9 @@ def lower(
     if trainable is not None:
         used = _users(runs, graph, trains.intersection(held).intersection(graph.parameter_map()))
         pool = _pool(used, held, graph, devices, most_groups(devices) if groups is None else groups)
-        buckets = _buckets(used, held, graph, pool, bucket_bytes)
-        order += _backward_order(runs, edges, buckets)
+        backward = _backward_runs(runs, edges)
+        buckets = _buckets(used, _completed(used, backward), held, graph, pool, bucket_bytes)
+        order += _backward_order(backward, runs, edges, buckets)
         broadcasts = _broadcasts(buckets, owners or {}, graph, bucket_bytes)
         order += [Instruction(Kind.BROADCAST, b.index) for b in broadcasts]
     owned = dict(owners or {})
@@ -133,27 +134,59 @@ def _forward_order(runs: Sequence[ProgramRun], edges: Sequence[Edge]) -> list[In
     return order
 
 
+def _backward_runs(runs: Sequence[ProgramRun], edges: Sequence[Edge]) -> list[ProgramRun]:
+    """The runs in an order in which backward can execute: the mirror of the forwards, but some losses first.
+
+    All devices that gave the inputs of a loss that couples samples wait for its gradients. Where tasks follow
+    each other, in a plain mirror these would queue behind the sums of the task before.
+    """
+    entering = _gradients(edges, lambda e: e.target)
+    leaving = _gradients(edges, lambda e: e.source)
+
+    def leads(run: ProgramRun) -> bool:
+        couples = run.layout is Layout.WHOLE or any(e.meets for e in entering.get(run.index, ()))
+        return couples and run.index in entering and run.index not in leaving
+
+    return sorted(runs, key=lambda run: (not leads(run), -run.index))
+
+
+def _completed(users: Mapping[_Key, tuple[int, ...]], backward: Sequence[ProgramRun]) -> dict[_Key, int]:
+    """When all gradients of something are there: the place in ``backward`` of the last run that uses it.
+
+    For what no run uses, the last place.
+    """
+    places = {run.index: place for place, run in enumerate(backward)}
+    return {key: max((places[r] for r in used), default=len(backward) - 1) for key, used in users.items()}
+
+
 def _backward_order(
-    runs: Sequence[ProgramRun], edges: Sequence[Edge], buckets: Sequence[Bucket]
+    backward: Sequence[ProgramRun],
+    runs: Sequence[ProgramRun],
+    edges: Sequence[Edge],
+    buckets: Sequence[Bucket],
 ) -> list[Instruction]:
-    """The mirror of the forwards; a bucket is summed as soon as its last user ran."""
+    """Each run, then at once the messages with its gradients, and the sums of what it completes."""
     due: dict[int, list[Instruction]] = {}
-    for bucket in buckets:
-        # Backward runs in reverse, so that the lowest run index comes last.
-        last = min(bucket.runs, default=0)
-        due.setdefault(last, []).append(Instruction(Kind.REDUCE, bucket.index))
-    entering: dict[int, list[Edge]] = {}
-    for edge in edges:
-        if edge.gradient:
-            entering.setdefault(edge.target, []).append(edge)
+    for index, place in _completed({b.index: b.runs for b in buckets}, backward).items():
+        due.setdefault(place, []).append(Instruction(Kind.REDUCE, index))
+    entering = _gradients(edges, lambda e: e.target)
     order: list[Instruction] = []
-    for run in reversed(runs):
+    for place, run in enumerate(backward):
         order.append(Instruction(Kind.BACKWARD, run.index))
         for edge in entering.get(run.index, ()):
             pairs = _shard_pairs(edge, runs)
             order += [Instruction(Kind.GRADIENT, edge.index, i, j) for i, j in pairs]
-        order += due.get(run.index, [])
+        order += due.get(place, [])
     return order
+
+
+def _gradients(edges: Iterable[Edge], key: Callable[[Edge], int]) -> dict[int, list[Edge]]:
+    """The edges on which gradients come back."""
+    found: dict[int, list[Edge]] = {}
+    for edge in edges:
+        if edge.gradient:
+            found.setdefault(key(edge), []).append(edge)
+    return found
 
 
 def _users(
@@ -183,15 +216,15 @@ def _pool(
 
 def _buckets(
     used: Mapping[str, tuple[int, ...]],
+    completed: Mapping[str, int],
     held: Mapping[str, tuple[int, ...]],
     graph: OperatorGraph,
     pool: Mapping[tuple[int, ...], tuple[int, ...]],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Parameters of equal holders and dtype, packed in the order in which backward finishes them."""
+    """Parameters of equal holders and dtype, packed in the order in which backward completes them."""
     parameters = graph.parameter_map()
-    finished = sorted(used, key=lambda p: (-min(used[p], default=0), p))
-    shared = [p for p in finished if len(held[p]) > 1]
+    shared = [p for p in sorted(used, key=lambda p: (completed[p], p)) if len(held[p]) > 1]
     packed = _packed(shared, lambda p: (held[p], parameters[p].dtype), graph, bucket_bytes)
     return tuple(
         Bucket(

@@ -117,8 +117,9 @@ class Check:
         own = iteration.runs[i.index].inputs
         alive = engine.followed.alive(own)
         assert f"F{i.index}" not in alive, alive
+        order = [b.index for b in engine.program.order if b.kind is Kind.BACKWARD]
         for index, state in iteration.runs.items():
-            done = index >= i.index
+            done = order.index(index) <= order.index(i.index)
             if done and index != i.index:
                 kept = [*state.inputs, *state.outputs, *state.results, *state.gradients]
                 assert not kept

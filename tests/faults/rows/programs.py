@@ -21,6 +21,21 @@ FAULTS = (
         (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
     ),
     Fault(
+        "losses-not-first-in-backward",
+        "lightning_spindle.program.lowering:_backward_runs",
+        bodies.changes_result(lambda order: sorted(order, key=lambda run: -run.index)),
+        ("tests/test_program.py::test_losses_that_couple_samples_go_back_before_anything_is_summed",),
+    ),
+    Fault(
+        "backward-in-the-order-of-forward",
+        "lightning_spindle.program.lowering:_backward_runs",
+        bodies.passes_through(0),
+        (
+            "tests/test_program.py::test_backward_goes_against_the_flow",
+            "tests/test_program.py::test_random_programs_are_free_of_deadlock",
+        ),
+    ),
+    Fault(
         "gathered-rows-are-ones-own",
         "lightning_spindle.program.program:Edge.reads",
         bodies.passes_through(1),
@@ -96,7 +111,7 @@ FAULTS = (
     ),
     Fault(
         "sums-simulated-for-nothing",
-        "lightning_spindle.simulate.prepared:_sum",
+        "lightning_spindle.simulate.prepared:_collective",
         bodies.does_nothing,
         ("tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",),
     ),
