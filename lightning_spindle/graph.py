@@ -82,6 +82,11 @@ class Value:
         """Whether each device that reads the value needs what all of its producer's devices have."""
         return self.reading is not Reading.OWN
 
+    @property
+    def alike(self) -> bool:
+        """Whether all devices of its producer have the same, of which a reader needs one."""
+        return self.dim is None and not self.meets
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

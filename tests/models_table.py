@@ -26,23 +26,25 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _TEXT = """\
 # Models of real libraries
 
-Written by `python -m tests.models_table --write` on {date}, with {versions}, on CPU.
+Written by `python -m tests.models_table --write` on {date}, on CPU, with
+{versions}.
 
-Each model has {layers} repeated layers (CLIP that many in each tower), is made from a configuration, and
-trains in a task of its own with a linear head. A task whose step is traced by torch.fx is on the rung *fx*;
-*fx, n closed* has n modules that run as one operator each, *step* is one operator alone. *Layers* says how
-the repeated layers run: over parts of the rows, or on whole batches. *Difference* is the largest in any
-parameter, loss and logged value over three steps of AdamW in float64, on 2 processes with operators spread
-over both, against one plain process; batches have 6, 5 and 3 rows and, for sequences, unlike lengths.
+Each model has {layers} repeated layers (CLIP and T5Model that many in each tower), is made from a
+configuration, and trains in a task of its own with a linear head. A task whose step is traced by torch.fx is
+on the rung *fx*; *fx, n closed* has n modules that run as one operator each, *step* is one operator alone.
+*Layers* says how the repeated layers run: over parts of the rows, or on whole batches. *Difference* is the
+largest in any parameter, loss and logged value over three steps of AdamW in float64, on 2 processes with
+operators spread over both, against one plain process; batches have 6, 5 and 3 rows and, for sequences,
+unlike lengths.
 
 | model | rung | operators | MetaOps | layers | difference |
 | --- | --- | --- | --- | --- | --- |
 {rows}
 
-T5's layers hand on a table of positions that has no rows beside the hidden states, and BatchNorm couples
-rows: such layers run on whole batches, on one device each, beside those of other tasks. A key/value cache
-handed from layer to layer (GPT-2 with its default `use_cache=True`) is no tensor: the model is one operator
-then.
+BatchNorm couples rows: such layers run on whole batches, on one device each, beside those of other tasks.
+T5's layers hand on a table of positions that has no rows beside the hidden states; each part of the rows
+computes it ([0021](decisions/0021-values-without-rows.md)). A key/value cache handed from layer to layer
+(GPT-2 with its default `use_cache=True`) is no tensor: the model is one operator then.
 
 What is traced is the model's own Python, on the first batch. Where it branches on sizes, the branch is
 tried on batches of other rows and sizes before training ([0010](decisions/0010-branches-on-sizes.md)), and

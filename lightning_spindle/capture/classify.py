@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_spindle import functional
 from lightning_spindle.capture import patches
@@ -44,6 +44,7 @@ from lightning_spindle.capture.kinds import (
 )
 from lightning_spindle.capture.layout import pick, pick_rows
 from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.provenance import independent
 from lightning_spindle.capture.step import StepTrace
 from lightning_spindle.capture.stirred import stirred, without_coincidence
 from lightning_spindle.graph import Reading
@@ -157,6 +158,8 @@ class _Classifier:
             info.kinds, info.counts = [Kind("rows", 0, 1)], True
         elif (reading := self._reading(node)) is not Reading.OWN:
             info.kinds, info.reading = [GATHERED], reading
+        elif self._is_static_entry(node):
+            info.kinds = [STATIC] * len(flat)
         elif not inputs - {"static"}:
             alone = info.draws or node in self.static_anchors or self.is_block(node)
             info.kinds, info.coupling = [WHOLE if alone else STATIC] * len(flat), info.draws
@@ -187,6 +190,10 @@ class _Classifier:
         if not opaque and all(part is not None and len(part) == len(flat) for part in parts):
             for i, leaf in enumerate(flat):
                 kinds[i] = kind_of(leaf, [part[i] for part in parts if part is not None], shapes_only, kept)
+            if node.op == "call_module" and None in kinds and not info.writes:
+                kinds = self._judge_independent(
+                    node, kinds, flat, [part for part in parts if part is not None]
+                )
         if node.target is patches.as_scalar and isinstance(node.args[0], fx.Node):
             kinds = [of_scalar(kinds[0], self.infos[node.args[0]].kinds)]
         found = [kind for kind in kinds if kind is not None]
@@ -204,6 +211,35 @@ class _Classifier:
         info.kinds = found
         if {k.tag for k in found} & {"mean", "sum"}:
             self._run_part(node, PERMUTED, restore)
+
+    def _judge_independent(
+        self, node: fx.Node, kinds: list[Kind | None], flat: list[Any], parts: list[list[Any]]
+    ) -> list[Kind | None]:
+        """What a module gives beside its rows (a table of positions): static where no row can show in it."""
+        same = [
+            kind is None and all(alike(leaf, part[i]) for part in parts)
+            for i, (kind, leaf) in enumerate(zip(kinds, flat, strict=True))
+        ]
+        given = {n: tree_map(_cloned, self.values[n]) for n in node.all_input_nodes}
+        moving = [v for n in given for v in self._moving(n, given[n])]
+        if not any(same) or not all(isinstance(v, torch.Tensor) for v in moving):
+            return kinds
+        args, kwargs = filled(node, given.__getitem__)
+        try:
+            with self.mode.suspended():
+                free = independent(
+                    lambda: run_node(self.trace.holder, node, args, kwargs, self.dtype), moving
+                )
+        except Exception:
+            return kinds
+        return [STATIC if a and b else kind for kind, a, b in zip(kinds, same, free, strict=True)]
+
+    def _moving(self, node: fx.Node, value: Any) -> list[Any]:
+        """The leaves of a value of ``node`` that other rows change."""
+        leaves, kinds = tree_flatten(value)[0], self.infos[node].kinds
+        if len(kinds) < len(leaves):  # a list with an entry a row
+            return [value]
+        return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind != STATIC]
 
     def _judge_stirred(self, node: fx.Node, whole: Any, parts: list[list[Any] | None]) -> list[Kind]:
         """Where all parts happen to give the same (an accuracy of zero), other inputs tell."""
@@ -310,6 +346,19 @@ class _Classifier:
             return Reading.SUMMED
         return Reading.OWN
 
+    def _is_static_entry(self, node: fx.Node) -> bool:
+        """Whether ``node`` takes what is static out of a tuple, list or dict that has more in it."""
+        if node.target is not patches.operator_getitem or not isinstance(node.args[1], (int, str)):
+            return False
+        given = node.args[0]
+        if not isinstance(given, fx.Node) or type(self.values[given]) not in (tuple, list, dict):
+            return False
+        leaves, spec = tree_flatten(self.values[given])
+        if not len(leaves) == len(self.infos[given].kinds) > 1:
+            return False
+        entry = tree_unflatten(self.infos[given].kinds, spec)[node.args[1]]
+        return all(kind == STATIC for kind in tree_flatten(entry)[0])
+
     def _is_plain_sum(self, node: fx.Node) -> bool:
         """Whether a sum can be computed again by each who needs it."""
         info = self.infos[node]
@@ -341,6 +390,10 @@ class _Classifier:
                 if self.infos[at].tags == {"static"}:
                     stack.extend(at.all_input_nodes)
         return found
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _reads_shapes(node: fx.Node, infos: dict[fx.Node, Info]) -> bool:

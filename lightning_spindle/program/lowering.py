@@ -98,7 +98,7 @@ def _edges(runs: Sequence[ProgramRun], graph: OperatorGraph, gradients: frozense
                         f"({run.label}) as the operator that gives it"
                     )
     return tuple(
-        Edge(i, value, source, target, gradient, values[value].meets)
+        Edge(i, value, source, target, gradient, values[value].meets, values[value].alike)
         for i, ((source, target, value), gradient) in enumerate(sorted(found.items()))
     )
 

@@ -47,6 +47,8 @@ class Edge:
     """A value that goes from one run to another.
 
     ``meets``: each shard of the target gets what all shards of the source have (``Value.meets``).
+    ``alike``: the value has no rows, all shards of the source have the same; each shard of the target
+    gets it from one of them, which gets the gradient.
     """
 
     index: int
@@ -55,10 +57,18 @@ class Edge:
     target: int
     gradient: bool
     meets: bool = False
+    alike: bool = False
 
     def reads(self, own: tuple[int, int], rows: int) -> tuple[int, int]:
-        """Rows of the value that a target shard with rows ``own`` reads in a batch of ``rows``."""
-        return (0, rows) if self.meets and own[0] < own[1] else own
+        """Rows of the value that a target shard with rows ``own`` reads in a batch of ``rows``.
+
+        What is alike it reads at its first row, which exactly one shard of the source has.
+        """
+        if own[0] >= own[1]:
+            return own
+        if self.meets:
+            return (0, rows)
+        return (own[0], own[0] + 1) if self.alike else own
 
 
 @dataclass(frozen=True, slots=True)

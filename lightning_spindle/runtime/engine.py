@@ -279,9 +279,8 @@ class Engine:
                 shared = meeting(source.rows, self._read(edge, rows, iteration))
                 if shared is not None:
                     parts.append((shared, cut(source.outputs[edge.value], value, source.rows, shared)))
-            if edge.meets or value.dim is not None or not parts:
-                for message in iteration.received.pop(edge.index, ()):
-                    parts.append((message.rows, _awaited(message, edge)))
+            for message in iteration.received.pop(edge.index, ()):
+                parts.append((message.rows, _awaited(message, edge)))
             joined = join(parts, value)
             if not isinstance(joined, torch.Tensor):
                 inputs[edge.value] = joined

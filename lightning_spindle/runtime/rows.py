@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_spindle.graph import Reading, Value
+from lightning_spindle.graph import Value
 
 Rows = tuple[int, int]
 """Rows [first, last) of a batch."""
@@ -46,11 +46,11 @@ def entries_per_row(tensor: torch.Tensor, value: Value, rows: Rows) -> int:
 
 
 def join(parts: Sequence[tuple[Rows, torch.Tensor]], value: Value) -> torch.Tensor:
-    """One tensor from parts that follow each other in rows, or are to be added.
+    """One tensor from parts that follow each other in rows, or, where they have none, are to be added.
 
     In the order of rows, so that all who join the same parts have the same bit for bit.
     """
-    if len(parts) == 1 or (value.dim is None and value.reading is not Reading.SUMMED):
+    if len(parts) == 1:
         return parts[0][1]
     ordered = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
     if value.dim is None:

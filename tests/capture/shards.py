@@ -87,8 +87,8 @@ def join(operator: Operator, given: Any, rows: int, infos: Any, of_value: Any, v
         shards = [(outputs[i], n) for outputs, n in given]
         if infos[name].dim is not None:
             values[name] = torch.cat([s for s, _ in shards], infos[name].dim)
-        elif operator.layout is not Layout.SPLIT:
-            values[name] = shards[0][0]
+        elif operator.layout is not Layout.SPLIT or name not in of_value:
+            values[name] = shards[0][0]  # without rows: the same on each shard
         else:
             reduction = of_value[name].reduction
             assert reduction is not Reduction.WHOLE

@@ -265,6 +265,15 @@ def reads_ones_own(original: Function) -> Function:
     return faulty
 
 
+def calls_as_if_unwatched(original: Function) -> Function:
+    """A torch function mode looks at nothing."""
+
+    def faulty(self: Any, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    return faulty
+
+
 def joins_one_of_values_without_rows(original: Function) -> Function:
     """Of sums over parts of the rows the first is taken."""
 

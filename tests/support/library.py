@@ -170,10 +170,10 @@ def clip() -> nn.Module:
     return CLIPModel(CLIPConfig(text_config=words, vision_config=sight, projection_dim=WIDTH))
 
 
-def t5() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
+def t5(name: str = "T5EncoderModel") -> nn.Module:
+    import transformers
 
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=WIDTH,
         d_kv=8,
@@ -182,7 +182,7 @@ def t5() -> nn.Module:
         num_heads=2,
         dropout_rate=0.0,
     )
-    return T5EncoderModel(config)
+    return getattr(transformers, name)(config)
 
 
 def whisper() -> nn.Module:
@@ -285,6 +285,12 @@ def _clip(model: Any, batch: Batch) -> Tensor:
     return output.text_embeds * output.image_embeds
 
 
+def _translate(model: Any, batch: Batch) -> Tensor:
+    ids, mask = batch["ids"], batch["mask"]
+    output = model(ids, mask, decoder_input_ids=ids.flip(1)[:, 1:], use_cache=False)
+    return output.last_hidden_state.mean(1)
+
+
 def _of_text(key: str, **options: Any) -> Callable[[Any, Batch], Tensor]:
     """The output's entry ``key``, a mean over tokens where it has them."""
 
@@ -312,6 +318,7 @@ MODELS: dict[str, Model] = {
     "ViTModel": Model(vit, lambda m, b: m(b["pixels"]).last_hidden_state[:, 0], images, lengths=False),
     "CLIPModel": Model(clip, _clip, pairs, blocks=2 * LAYERS),
     "T5EncoderModel": Model(t5, _of_text("last_hidden_state"), text),
+    "T5Model, use_cache=False": Model(lambda: t5("T5Model"), _translate, text, blocks=2 * LAYERS),
     "WhisperEncoder": Model(
         whisper, lambda m, b: m(b["mel"]).last_hidden_state.mean(1), spectra, lengths=False
     ),
@@ -332,5 +339,5 @@ MODELS: dict[str, Model] = {
         convolutions, lambda m, b: m(b["pixels"]), images, LAYERS + 1, lengths=False, needs=()
     ),
 }
-WHOLE = ("T5EncoderModel", "convolutions with BatchNorm")
+WHOLE = ("convolutions with BatchNorm",)
 """Models whose layers run on whole batches."""

@@ -35,10 +35,10 @@ class Sample:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, max_tasks: int = 3) -> OperatorGraph:
+def graphs(draw: st.DrawFn, max_tasks: int = 3, tables: bool = False) -> OperatorGraph:
     """Tasks of up to six operators with random inputs, shared and frozen parameters, and a loss each.
 
-    Operators that run everywhere (metrics) only read.
+    Operators that run everywhere (metrics) only read. With ``tables`` some values have no rows.
     """
     operators: list[Operator] = []
     values: list[Value] = []
@@ -63,7 +63,8 @@ def graphs(draw: st.DrawFn, max_tasks: int = 3) -> OperatorGraph:
                     own.append(Parameter(f"{name}.weight", draw(st.integers(1, 200)), draw(st.booleans())))
                     used = (*used, own[-1].name)
             out = f"{name}:out"
-            values.append(Value(out, None if last else 0, 1, draw(st.integers(1, 1000)), True))
+            dim = None if last else draw(st.sampled_from([0, 0, None])) if tables else 0
+            values.append(Value(out, dim, 1, draw(st.integers(1, 1000)), True))
             flops, kept = draw(st.integers(0, 10)) * 1e9, draw(st.integers(0, 1000))
             operators.append(Operator(name, task, name, layout, inputs, (out,), used, flops, kept))
             if layout is not Layout.EVERYWHERE:
@@ -111,8 +112,8 @@ def plans(draw: st.DrawFn, metagraph: MetaGraph, devices: int) -> ExecutionPlan:
 
 
 @st.composite
-def samples(draw: st.DrawFn, max_devices: int = 6, training: bool = True) -> Sample:
-    graph = draw(graphs())
+def samples(draw: st.DrawFn, max_devices: int = 6, training: bool = True, tables: bool = False) -> Sample:
+    graph = draw(graphs(tables=tables))
     metagraph = as_metagraph(graph)
     devices = draw(st.integers(1, max_devices))
     plan = draw(plans(metagraph, devices))

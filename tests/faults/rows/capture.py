@@ -3,6 +3,7 @@
 from tests.faults import bodies
 from tests.faults.fault import Fault
 from tests.faults.files import (
+    ALIKE,
     BATCHES,
     BUFFERS,
     FREEZING,
@@ -10,6 +11,7 @@ from tests.faults.files import (
     LIBRARIES,
     NORMS,
     PARAMETERS,
+    PROVENANCE,
     SAMPLERS,
     SCALE,
     SHAPES,
@@ -151,6 +153,30 @@ FAULTS = (
         (
             f"{GATHERED}::test_a_loss_of_all_pairs_is_split[Repelling]",
             f"{GATHERED}::test_a_condition_on_gathered_rows_makes_a_step_one_operator",
+        ),
+    ),
+    Fault(
+        "tables-beside-rows-unknown",
+        "lightning_spindle.capture.classify:_Classifier._is_static_entry",
+        bodies.returns(False),
+        (f"{ALIKE}::test_layers_that_hand_on_a_table_are_split",),
+    ),
+    Fault(
+        "tables-told-by-the-example-alone",
+        "lightning_spindle.capture.provenance:_Origins.among",
+        bodies.returns(False),
+        (
+            f"{ALIKE}::test_a_table_that_depends_on_rows_that_the_example_lacks",
+            f"{PROVENANCE}::test_values_that_an_example_does_not_show[assigned]",
+        ),
+    ),
+    Fault(
+        "values-escape-unseen",
+        "lightning_spindle.capture.provenance:_Escapes.__torch_function__",
+        bodies.calls_as_if_unwatched,
+        (
+            f"{PROVENANCE}::test_values_that_an_example_does_not_show[tolist]",
+            f"{PROVENANCE}::test_values_that_an_example_does_not_show[numpy]",
         ),
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from tests.faults import bodies
 from tests.faults.fault import Fault
-from tests.faults.files import GATHERED, MISSING, OWNERSHIP, SAMPLERS, SCALE, SHARDED
+from tests.faults.files import ALIKE, GATHERED, MISSING, OWNERSHIP, SAMPLERS, SCALE, SHARDED
 
 FAULTS = (
     Fault(
@@ -40,6 +40,16 @@ FAULTS = (
         "lightning_spindle.program.program:Edge.reads",
         bodies.passes_through(1),
         (f"{GATHERED}::test_parity[together]", f"{GATHERED}::test_only_features_travel"),
+    ),
+    Fault(
+        "tables-and-their-gradients-from-all-that-meet",
+        "lightning_spindle.graph:Value.alike",
+        bodies.returns(False),
+        (
+            f"{ALIKE}::test_parity[two-to-three]",
+            f"{ALIKE}::test_parity[three-to-two]",
+            "tests/test_program.py::test_every_needed_row_arrives_exactly_once",
+        ),
     ),
     Fault(
         "all-state-on-the-first-holder",
