@@ -11,30 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import checks, feeding, planning, variants
-from lightning_spindle.runtime.failures import Failures, default_failures
 from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
-from lightning_spindle.runtime.objects import broadcast_object, meet, require_agreement
+from lightning_spindle.runtime.objects import require_agreement
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
+from lightning_spindle.runtime.processes import ProcessStrategy
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
 from lightning_spindle.runtime.rowneeds import Needs
@@ -43,15 +35,10 @@ from lightning_spindle.runtime.sharding import ShardedStep
 from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
 from lightning_spindle.runtime.state import LocalisedOptimizer
 from lightning_spindle.runtime.training import Training
-from lightning_spindle.runtime.transport import (
-    LocalTransport,
-    ProcessGroupTransport,
-    everyone,
-    world_transport,
-)
+from lightning_spindle.runtime.transport import ProcessGroupTransport
 
 
-class SpindleStrategy(ParallelStrategy):
+class SpindleStrategy(ProcessStrategy):
     """Trains a multi-task model by an execution plan instead of by plain data parallelism.
 
     The model is a ``MultiTaskModule``, or any LightningModule: of several loaders in a dict, each is a task.
@@ -105,6 +92,8 @@ class SpindleStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            timeout,
+            process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -116,14 +105,9 @@ class SpindleStrategy(ParallelStrategy):
         self._given_plan = planning.load_plan(plan)
         self._operators = operators
         self._profile_budget_s = profile_budget_s
-        self._timeout = timeout
         self._row_loading = row_loading
         self._by_rows: dict[str, frozenset[str]] = {}
         self._compared: dict[str, list[str]] = {}
-        self._backend = process_group_backend
-        self._num_nodes = 1
-        self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
-        self._failures: Failures | None = None
         self._session: Session | None = None
         self._shard_optimizer_state = shard_optimizer_state
         self._localised: dict[int, LocalisedOptimizer] = {}
@@ -139,92 +123,6 @@ class SpindleStrategy(ParallelStrategy):
         self._iteration: Any = None
         self._timeline = timeline
         self._recording: Recording | None = None
-
-    # ------------------------------------------------------------------ processes
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """False for Lightning: it must neither shard samplers nor reduce logged values.
-
-        Every rank draws whole global batches, and values are global when they are logged.
-        """
-        return False
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
-    def _configure_launcher(self) -> None:
-        # Also where processes are there already: it limits the threads of each to its share of the cores.
-        assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
-
-    def setup_environment(self) -> None:
-        assert self.accelerator is not None
-        checks.require_devices(self.accelerator)
-        super().setup_environment()
-        self.set_world_ranks()
-        checks.require_world(self.world_size, self.num_nodes * self.num_processes)
-        if self.world_size == 1:
-            return
-        assert self.cluster_environment is not None
-        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-        checks.require_world(dist.get_world_size(), self.world_size)
-        before = self._transport
-        # Kept for the next run: its groups are there, and a new one would make them again.
-        if not isinstance(before, ProcessGroupTransport) or before.world is not dist.group.WORLD:
-            self._failures = default_failures()
-            self._transport = world_transport(self._timeout, failures=self._failures)
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def barrier(self, name: str | None = None) -> None:
-        if isinstance(self._transport, ProcessGroupTransport) and not self._interrupted:
-            with self._transport.explained(everyone(self._transport)):
-                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(obj, self._transport, self.root_device, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor) or not isinstance(self._transport, ProcessGroupTransport):
-            return tensor
-        named = isinstance(reduce_op, str)
-        mean = reduce_op.lower() in ("mean", "avg") if named else reduce_op == dist.ReduceOp.AVG
-        result = tensor.detach().to(self.root_device, copy=True).contiguous()
-        # Integers must not be averaged in integers.
-        if mean and not (result.is_floating_point() or result.is_complex()):
-            result = result.to(torch.get_default_dtype())
-        op = getattr(dist.ReduceOp, reduce_op.upper()) if named and not mean else reduce_op
-        op = dist.ReduceOp.SUM if mean else op  # gloo has no average
-        with self._transport.explained(everyone(self._transport)):
-            dist.all_reduce(result, op=op, group=group)
-        return result / dist.get_world_size(group) if mean else result
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """``tensor`` as it is, as in one process: every rank has the values of the whole batch.
@@ -478,18 +376,6 @@ class SpindleStrategy(ParallelStrategy):
 
     # --------------------------------------------------------------- checkpoints
 
-    def _meet(self, what: str) -> None:
-        with nullcontext() if self._failures is None else self._failures.calling(what):
-            meet(what, self._transport, self.root_device)
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether this rank has failed: others may be gone, and nothing collective can work."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return (
-            self.world_size > 1 and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        )
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._interrupted:
             return {}
@@ -573,13 +459,8 @@ class SpindleStrategy(ParallelStrategy):
             self._recording.write(folder, self._transport, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets the other ranks know, and keeps none of them waiting for this one."""
         apart = self._session is not None and not self._session.state.complete
         checks.add_hints(exception, apart and self.world_size > 1)
-        if self._failures is not None and isinstance(self._transport, ProcessGroupTransport):
-            self._failures.report(exception)
-            self._transport.break_off()
-            self._failures.leave()
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -236,7 +236,7 @@ FAULTS = (
     ),
     Fault(
         "collectives-after-a-failure",
-        "lightning_spindle.strategy:SpindleStrategy._interrupted",
+        "lightning_spindle.runtime.processes:ProcessStrategy._interrupted",
         bodies.returns(False),
         ("tests/strategy/test_failures.py::test_after_an_exception",),
     ),
