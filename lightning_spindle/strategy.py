@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -22,15 +19,17 @@ from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import checks, feeding, planning, variants
+from lightning_spindle.runtime.finetuning import completed_for_finetuning
 from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import require_agreement
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
+from lightning_spindle.runtime.preparing import Settings, prepare, seed_alike
 from lightning_spindle.runtime.processes import ProcessStrategy
 from lightning_spindle.runtime.recording import Recording
 from lightning_spindle.runtime.replay import keep_metrics_local, restore_metrics
 from lightning_spindle.runtime.rowneeds import Needs
-from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample, build_session
+from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
 from lightning_spindle.runtime.sharding import ShardedStep
 from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
 from lightning_spindle.runtime.state import LocalisedOptimizer
@@ -101,22 +100,16 @@ class SpindleStrategy(ProcessStrategy):
             precision_plugin=precision_plugin,
         )
         planning.require_planner(planner)
-        self._planner = planner
-        self._given_plan = planning.load_plan(plan)
-        self._operators = operators
-        self._profile_budget_s = profile_budget_s
-        self._row_loading = row_loading
+        self._settings = Settings(
+            planner, planning.load_plan(plan), operators, profile_budget_s, row_loading, shard_optimizer_state
+        )
         self._by_rows: dict[str, frozenset[str]] = {}
         self._compared: dict[str, list[str]] = {}
         self._session: Session | None = None
-        self._shard_optimizer_state = shard_optimizer_state
         self._localised: dict[int, LocalisedOptimizer] = {}
-        self._sharded: list[ShardedStep] = []
         self._training: Training | None = None
         self._variants: dict[str, variants.Variants] = {}
-        self._skippable: Any = None
-        self._completed: list[BaseFinetuning] = []
-        self._metrics: Mapping[str, object] = {}
+        self._undo = ExitStack()
         self._sync = True
         self._stepping = False
         self._outcome: Outcome | None = None
@@ -147,15 +140,11 @@ class SpindleStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         checks.require_supported(trainer, self.lightning_module, self.world_size)
         super().setup(trainer)
-        self._skippable = trainer
         allow_skipping(trainer)
+        self._undo.callback(end_skipping, trainer)
         for optimizer in self.optimizers:
             checks.require_separable(optimizer)
-        for callback in trainer.callbacks:
-            if isinstance(callback, BaseFinetuning):
-                # It compares the values of parameters, which may be elsewhere, with those in the optimizer.
-                callback.on_train_epoch_start = self._completely(callback.on_train_epoch_start)
-                self._completed.append(callback)
+        self._undo.enter_context(completed_for_finetuning(trainer.callbacks, self._complete))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Wraps a task's loader so that each rank reads the samples that its operators need."""
@@ -174,39 +163,10 @@ class SpindleStrategy(ProcessStrategy):
             return
         model = self.lightning_module
         assert model is not None
-        trainer = model.trainer
-        own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**63))
-        states, seed = self.broadcast((_collect_rng_states(include_cuda=False), own))
-        _set_rng_states(states)
-        plan = self._given_plan
-        settings = (
-            f"planner={self._planner}\noperators={self._operators}\nrow_loading={self._row_loading}\n"
-            f"shard_optimizer_state={self._shard_optimizer_state}\nplan={plan}\n{plan and plan.to_json()}"
-        )
-        require_agreement("SpindleStrategy's arguments", settings, self._transport, self.root_device)
+        seed = seed_alike(self._transport, self.root_device)
+        self._settings.require_agreement(self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
-            examples = feeding.examples(trainer, self, self._row_loading)
-            examples = feeding.agree_on_rows(examples, self._transport, self.root_device)
-            self._session = build_session(
-                model,
-                examples,
-                self._transport,
-                self.root_device,
-                planning.Planner(
-                    name=self._planner,
-                    plan=self._given_plan,
-                    budget_s=self._profile_budget_s,
-                    transport=self._transport,
-                    device=self.root_device,
-                    processes_per_node=self.num_processes,
-                    show_progress=trainer.progress_bar_callback is not None,
-                    optimizer=self.optimizers[0] if self.optimizers else None,
-                    shard_optimizer_state=self._shard_optimizer_state,
-                ),
-                operators=self._operators,
-                seed=seed,
-                shard_optimizer_state=self._shard_optimizer_state,
-            )
+            examples, self._session = prepare(self, self._settings, self._transport, seed)
         self._by_rows = {name: example.by_rows for name, example in examples.items()}
         # What user code collates may have other shapes for other rows.
         self._compared = {name: sorted(e.by_rows & e.varying) for name, e in examples.items()}
@@ -219,7 +179,7 @@ class SpindleStrategy(ProcessStrategy):
         if TRAIN in self._session.steps:
             warn_before_fit(model, self._session.steps[TRAIN].capture.graph, self.optimizers)
         self._localise()
-        self._metrics = keep_metrics_local(model)
+        self._undo.callback(restore_metrics, model, keep_metrics_local(model))
         planned = self._session.planned
         if planned is not None:
             self._recording = Recording(self._session.steps[TRAIN], planned.costs)
@@ -236,10 +196,9 @@ class SpindleStrategy(ProcessStrategy):
             self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
             for optimizer in self._localised.values():
                 optimizer.localise()
-            if self._shard_optimizer_state and self.world_size > 1:
-                self._sharded = [
-                    ShardedStep(o, self._localised[id(o)].steps, self._share) for o in self.optimizers
-                ]
+            if self._settings.shard_optimizer_state and self.world_size > 1:
+                for o in self.optimizers:
+                    self._undo.callback(ShardedStep(o, self._localised[id(o)].steps, self._share).end)
             self._training = Training(self.lightning_module, self._localised)
         state.localise()
 
@@ -291,21 +250,19 @@ class SpindleStrategy(ProcessStrategy):
         step = self._step(name, batch, dataloader_idx)
         batches, active = feeding.step_batches(self.lightning_module, step, batch, dataloader_idx)
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        layouts, transport, device = step.capture.layouts, self._transport, self.root_device
         if batch_idx == 0:
             length = feeding.epoch_length(self.lightning_module.trainer)
-            checks.require_same_data(
-                batches, list(step.capture.layouts), length, self._transport, self.root_device
-            )
-        if compared := [task for task in self._compared[name] if task in step.capture.layouts]:
-            layouts = step.capture.layouts
-            checks.require_same_shapes(batches, layouts, compared, self._transport, self.root_device)
+            checks.require_same_data(batches, list(layouts), length, transport, device)
+        if compared := [task for task in self._compared[name] if task in layouts]:
+            checks.require_same_shapes(batches, layouts, compared, transport, device)
         with context or nullcontext(), self._inside_a_step():
             iteration = step.engine.forward(batches, index=loop.total_batch_idx, batch_idx=batch_idx)
             # The ranks have agreed on the program by now; one for other parameters may need other groups.
-            if isinstance(self._transport, ProcessGroupTransport):
-                self._transport.prepare(step.program.groups())
-            model, device, seed = self.lightning_module, self.root_device, step.engine.seed
-            return outcome_of(model, step, iteration, active, device, seed), iteration
+            if isinstance(transport, ProcessGroupTransport):
+                transport.prepare(step.program.groups())
+            seed = step.engine.seed
+            return outcome_of(self.lightning_module, step, iteration, active, device, seed), iteration
 
     @contextmanager
     def _inside_a_step(self) -> Iterator[None]:
@@ -415,26 +372,16 @@ class SpindleStrategy(ProcessStrategy):
             yield self.lightning_module
             return
         self._meet("strategy.full_model()")
-        state = self._session.state
-        complete = state.complete
-        state.consolidate()
-        try:
+        with self._session.state.completed():
             yield self.lightning_module
-        finally:
-            # Within another full_model(), or after the fit, it stays complete.
-            if not complete:
-                state.localise()
 
-    def _completely(self, call: Callable[..., None]) -> Callable[..., None]:
-        """``call`` with the whole model and whole optimizers on every rank."""
-
-        def called(*args: Any) -> None:
-            with self.full_model(), ExitStack() as stack:
-                for optimizer in self._localised.values():
-                    stack.enter_context(optimizer.completed())
-                call(*args)
-
-        return called
+    @contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Inside, every rank has the whole model and whole optimizers."""
+        with self.full_model(), ExitStack() as stack:
+            for optimizer in self._localised.values():
+                stack.enter_context(optimizer.completed())
+            yield
 
     # ----------------------------------------------------------------------- end
 
@@ -466,20 +413,11 @@ class SpindleStrategy(ProcessStrategy):
     def teardown(self) -> None:
         """No collective: it also runs on one rank alone, after an exception."""
         model = self.lightning_module
-        if model is not None:
-            restore_metrics(model, self._metrics)
+        self._undo.close()
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
         self._session = self._recording = self._outcome = self._iteration = self._training = None
-        self._metrics, self._variants = {}, {}
-        for sharded in self._sharded:
-            sharded.end()
-        self._sharded = []
-        for callback in self._completed:
-            vars(callback).pop("on_train_epoch_start", None)
-        self._completed = []
-        if self._skippable is not None:
-            end_skipping(self._skippable)
+        self._variants = {}
         super().teardown()
         self._lightning_module = model

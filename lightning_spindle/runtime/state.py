@@ -125,6 +125,18 @@ class LocalisedModel:
         self.share_buffers()
         self._complete = True
 
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Inside, this rank has all parameters (collective); their holders keep changes made inside."""
+        before = self._complete
+        self.consolidate()
+        try:
+            yield
+        finally:
+            # Within another completed(), or after the fit, it stays complete.
+            if not before:
+                self.localise()
+
     def share_buffers(self) -> None:
         """Gives every rank the buffers that training wrote on one of them (collective)."""
         buffers = dict(self._model.named_buffers())

@@ -146,7 +146,7 @@ def test_plan_from_a_path(tmp_path: Path) -> None:
         trainer.fit(model, toys.data())
         saved: dict[str, Any] = {}
         if isinstance(trainer.strategy, SpindleStrategy):
-            assert trainer.strategy._given_plan == plan
+            assert trainer.strategy._settings.plan == plan
         return [weights(model), saved]
 
     assert_like_one_process(script, 2, plan=path)

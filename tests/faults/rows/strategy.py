@@ -166,7 +166,7 @@ FAULTS = (
     ),
     Fault(
         "optimizers-not-complete-for-callbacks",
-        "lightning_spindle.strategy:SpindleStrategy._completely",
+        "lightning_spindle.runtime.finetuning:_inside",
         bodies.passes_through(1),
         (f"{FREEZING}::test_freezing_and_unfreezing_in_the_fit",),
     ),
