@@ -120,7 +120,8 @@ def test_jobs_of_a_command_line() -> None:
 
 
 def test_configurations_make_cells() -> None:
-    small = ("workload=qwen_val", "workload.size=small", "cluster=h200", "cluster.devices=4")
+    small = ["workload=qwen_val", "workload.size=small", "cluster=h200", "cluster.devices=4"]
+    small += [f"workload.sizes.small.{part}.layers=1" for part in ("language", "vision", "audio")]
     config = composed(*small)
     assert config["mode"]["name"] == "simulated"
     cell = cell_of(config)
