@@ -384,8 +384,8 @@ def test_ranks_in_different_folders_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: Path) -> None:
-    """Two processes, one, and two again: ranks are counted by a collective, and tell where they work."""
-    options = ["-m", *TINY, "processes=[2,1]", "systems=[spindle,plain],[ddp]", "hydra.sweep.dir=swept"]
+    """Two processes, then one: ranks are counted by a collective, and tell where they work."""
+    options = ["-m", *TINY, "processes=[2,1]", "systems=[spindle],[plain]", "hydra.sweep.dir=swept"]
     options += ["+system.spindle.fewest_processes=2"]
     output = run_script(ROOT / "benchmark.py", options, cwd=tmp_path, timeout_s=290).check().stdout
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]
@@ -394,7 +394,7 @@ def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: P
     with (tree / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = [(row["system"], row["live_ranks"], row["error"]) for row in rows]
-    assert found == [("spindle", "2", ""), ("plain", "1", ""), ("ddp", "2", "")]
+    assert found == [("spindle", "2", ""), ("plain", "1", "")]
     for row in rows:
         planned = row["system"] == "spindle"
         assert float(row["step_ms"]) > 0
@@ -402,10 +402,10 @@ def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: P
         assert row["threads"] == "1"
         assert row["cpu"]
         assert row["cores"]
-    ranks = {"0/jobs/0-spindle-2": 2, "0/jobs/0-plain-1": 1, "1/jobs/0-ddp-2": 2}
+    ranks = {"0/jobs/0-spindle-2": 2, "1/jobs/0-plain-1": 1}
     assert {str(path.parent.relative_to(tree)) for path in tree.rglob("result.json")} == set(ranks)
     for folder, count in ranks.items():
         job = json.loads((tree / folder / "result.json").read_text())
         assert job["folders"] == [str(tree / folder)] * count
-    assert "Losses of the first 3 steps agree" in output
+    assert output.count("compared with no other's") == 2
     assert (tree / "report.md").read_text().count("Measured ") == 2
