@@ -14,10 +14,6 @@ from lightning_spindle import _registration
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "lightning", "torchmetrics", "hydra", "matplotlib", "sklearn")
 
-needs_strategy = pytest.mark.skipif(
-    importlib.util.find_spec("lightning_spindle.strategy") is None, reason="no strategy in this build"
-)
-
 
 def run_python(code: str) -> str:
     done = subprocess.run(
@@ -60,6 +56,8 @@ assert "lightning_spindle.strategy" not in sys.modules, "the strategy is importe
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("lightning_spindle")]
 assert type(s.__spec__.loader).__name__ == type(s.__loader__).__name__ == "SourceFileLoader"
 assert "exec_module" not in vars(s.__loader__)
+trainer = lightning.Trainer(strategy="spindle", accelerator="cpu", devices=1, logger=False)
+assert type(trainer.strategy) is lightning_spindle.SpindleStrategy, trainer.strategy
 """
     run_python(code)
 
@@ -73,17 +71,6 @@ def test_registering_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     _registration.register_when_lightning_is_imported()
     _registration.register_when_lightning_is_imported()
     assert registry["spindle"]["strategy"] is dict
-
-
-@needs_strategy
-def test_trainer_finds_the_strategy_by_name() -> None:
-    code = """
-import lightning_spindle
-import lightning as L
-trainer = L.Trainer(strategy="spindle", accelerator="cpu", devices=1, logger=False)
-assert type(trainer.strategy) is lightning_spindle.SpindleStrategy, trainer.strategy
-"""
-    run_python(code)
 
 
 def test_exports_are_those_that_type_checkers_see() -> None:
