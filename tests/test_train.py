@@ -105,6 +105,7 @@ def test_a_workload_has_nothing_to_compare(tmp_path: Path) -> None:
 def test_ranks_of_a_launched_run_share_its_directory(tmp_path: Path) -> None:
     options = [
         "experiment=quickstart_test",
+        "tasks=motion",
         "trainer.max_steps=2",
         "trainer.strategy=ddp",
         "trainer.devices=2",
