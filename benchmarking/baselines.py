@@ -29,6 +29,7 @@ from lightning_spindle.costs import (
     reduce_scatter_s,
 )
 from lightning_spindle.graph import Layout, Operator
+from lightning_spindle.program import BUCKET_BYTES
 from lightning_spindle.timeline import Category, Event, Timeline
 
 SYSTEMS = ("deepspeed", "megatron")
@@ -207,7 +208,7 @@ class _Iteration:
         for ready_s, size_bytes in self._buckets():
             self._sum_beside(size_bytes, "a bucket", ready_s=ready_s)
 
-    def _buckets(self, bucket_bytes: int = 25 * 2**20) -> Iterator[tuple[float, float]]:
+    def _buckets(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[float, float]]:
         filled = 0.0
         ready_s = 0.0
         for p, at_s in sorted(self.finished_s.items(), key=lambda item: item[1]):

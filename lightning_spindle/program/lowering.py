@@ -16,7 +16,8 @@ from lightning_spindle.program.instructions import Instruction, Kind
 from lightning_spindle.program.pooling import most_groups, pooled
 from lightning_spindle.program.program import Broadcast, Bucket, Edge, Program, ProgramRun
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 100 * 2**20
+"""Gradients that are summed together at most: enough that latency is a small part (decision 0022)."""
 
 _Key = TypeVar("_Key")
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from lightning_spindle.graph import Layout, MetaGraph, OperatorGraph
-from lightning_spindle.plan import ExecutionPlan
+from lightning_spindle.plan import ExecutionPlan, Run
 from lightning_spindle.program.program import ProgramRun
 
+PIECE_BYTES = 50 * 2**20
+"""Parameters that a piece of a run has at least: half a bucket (decision 0022)."""
 
-def place_plan(plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph) -> tuple[ProgramRun, ...]:
-    """The plan's runs, and one on every device for each EVERYWHERE operator, in executable order."""
+
+def place_plan(
+    plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph, *, piece_bytes: int = PIECE_BYTES
+) -> tuple[ProgramRun, ...]:
+    """The plan's runs, and one on every device for each EVERYWHERE operator, in executable order.
+
+    A run of many parameters is cut between layers into several on the same devices, so that the gradients of
+    its last layers are summed while the backward of its first ones goes on.
+
+    Args:
+        piece_bytes: of parameters whose gradients a piece completes, at least.
+    """
     operators = graph.operator_map()
     placed: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
-    for run in plan.runs:
+    for run in _pieces(plan, metagraph, graph, piece_bytes):
         layers = metagraph.metaop(run.metaop).layers[run.first : run.last]
         names = tuple(name for layer in layers for name in layer)
         placed.append((f"{run.metaop}[{run.first}:{run.last}]", names, run.devices))
@@ -26,6 +39,66 @@ def place_plan(plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph) 
         for i, (label, names, devices) in enumerate(placed)
     ]
     return _in_order(runs, graph)
+
+
+def _pieces(
+    plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph, piece_bytes: int
+) -> Iterator[Run]:
+    """The plan's runs, each as pieces of consecutive layers, cut from its last layer on."""
+    completed = _completed_bytes(plan, metagraph, graph)
+    uncut = _uncut(plan, metagraph, graph)
+    for i, run in enumerate(plan.runs):
+        last, size = run.last, 0
+        pieces: list[Run] = []
+        for k in range(run.last - 1, run.first - 1, -1):
+            size += completed.get((i, k), 0)
+            if k == run.first or (size >= piece_bytes and (i, k) not in uncut):
+                pieces.append(replace(run, first=k, last=last))
+                last, size = k, 0
+        yield from reversed(pieces)
+
+
+def _layers(plan: ExecutionPlan, metagraph: MetaGraph) -> Iterator[tuple[int, int, Run, tuple[str, ...]]]:
+    """Every layer: its run's place in the plan, its own number, its run and its operators."""
+    for i, run in enumerate(plan.runs):
+        for k in range(run.first, run.last):
+            yield i, k, run, metagraph.metaop(run.metaop).layers[k]
+
+
+def _completed_bytes(
+    plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph
+) -> dict[tuple[int, int], int]:
+    """By run and layer the parameters whose summed gradients its backward completes.
+
+    They are those that several devices hold and that no run or layer before it uses. Frozen ones count: they
+    may be unfrozen while the placement stays.
+    """
+    operators, parameters = graph.operator_map(), graph.parameter_map()
+    first: dict[str, tuple[int, int]] = {}
+    held: dict[str, set[int]] = {}
+    for i, k, run, layer in _layers(plan, metagraph):
+        for p in (p for name in layer for p in operators[name].parameters):
+            first.setdefault(p, (i, k))
+            held.setdefault(p, set()).update(run.devices)
+    found: dict[tuple[int, int], int] = {}
+    for p, place in first.items():
+        if len(held[p]) > 1:
+            found[place] = found.get(place, 0) + parameters[p].bytes
+    return found
+
+
+def _uncut(plan: ExecutionPlan, metagraph: MetaGraph, graph: OperatorGraph) -> set[tuple[int, int]]:
+    """Runs and layers before which no cut may be: what comes from other devices would come twice."""
+    operators, producers = graph.operator_map(), graph.producers()
+    devices = {name: run.devices for _, _, run, layer in _layers(plan, metagraph) for name in layer}
+    reading: dict[tuple[int, str], int] = {}
+    found: set[tuple[int, int]] = set()
+    for i, k, run, layer in _layers(plan, metagraph):
+        for value in (v for name in layer for v in operators[name].inputs):
+            if devices.get(producers[value], run.devices) != run.devices:
+                earlier = reading.setdefault((i, value), k)
+                found.update((i, between) for between in range(earlier + 1, k + 1))
+    return found
 
 
 def follow(

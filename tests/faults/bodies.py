@@ -92,6 +92,15 @@ def knows_own_parameters_only(original: Function) -> Function:
     return faulty
 
 
+def leaves_runs_whole(original: Function) -> Function:
+    """A plan's runs go back as they are planned."""
+
+    def faulty(plan: Any, *args: Any) -> Any:
+        return iter(plan.runs)
+
+    return faulty
+
+
 def gives_all_to_the_first(original: Function) -> Function:
     """Every parameter's optimizer state is on the first of its holders."""
 

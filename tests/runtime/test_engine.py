@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spindle.program import holders, lower, place_plan
+from lightning_spindle.program import ProgramRun, holders, lower, place_plan
 from lightning_spindle.runtime.engine import Engine
 from lightning_spindle.runtime.transport import ProcessGroupTransport
 from lightning_spindle.simulate import check_deadlock
@@ -98,6 +99,11 @@ def reference(
     return dict(model.named_parameters()), history
 
 
+def build_runs(placement: Placement) -> tuple[ProgramRun, ...]:
+    devices, where = placement
+    return place_plan(forced_plan(devices, where), metagraph(), handmade.capture(initial_model()).graph)
+
+
 def build_engine(
     transport: ProcessGroupTransport,
     placement: Placement,
@@ -105,10 +111,10 @@ def build_engine(
     groups: int | None = None,
 ) -> tuple[Engine, dict[str, torch.nn.Parameter]]:
     """One rank's engine on a model of its own, and the parameters that the rank holds."""
-    devices, where = placement
+    devices, _ = placement
     model = copy.deepcopy(initial_model())
     capture = handmade.capture(model)
-    runs = place_plan(forced_plan(devices, where), metagraph(), capture.graph)
+    runs = build_runs(placement)
     held = holders([(runs, capture.graph)])
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     program = lower(runs, capture.graph, devices, held, trainable=names, groups=groups)
@@ -209,6 +215,15 @@ def test_parity(placement: str, opt: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_parity_with_ragged_batches(placement: str) -> None:
     """C02, C03: fewer rows than devices, changing rows, an idle task."""
+    assert_parity(PLACEMENTS[placement], "adamw", RAGGED)
+
+
+@pytest.mark.parametrize("placement", ["data parallel 3", "growing groups"])
+def test_parity_of_runs_in_pieces(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer goes back by itself, so that its gradients are summed beside the others' backward."""
+    whole = len(build_runs(PLACEMENTS[placement]))
+    monkeypatch.setattr(sys.modules[__name__], "place_plan", functools.partial(place_plan, piece_bytes=1))
+    assert len(build_runs(PLACEMENTS[placement])) > whole
     assert_parity(PLACEMENTS[placement], "adamw", RAGGED)
 
 

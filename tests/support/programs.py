@@ -117,7 +117,7 @@ def samples(draw: st.DrawFn, max_devices: int = 6, training: bool = True, tables
     metagraph = as_metagraph(graph)
     devices = draw(st.integers(1, max_devices))
     plan = draw(plans(metagraph, devices))
-    runs = place_plan(plan, metagraph, graph)
+    runs = place_plan(plan, metagraph, graph, piece_bytes=draw(st.sampled_from([1, 150, 10_000])))
     trainable = [p.name for p in graph.parameters if p.trainable] if training else None
     limit = draw(st.sampled_from([1, 150, 10_000]))
     held = holders([(runs, graph)])

@@ -36,6 +36,32 @@ FAULTS = (
         ),
     ),
     Fault(
+        "sums-before-their-gradients",
+        "lightning_spindle.program.lowering:_completed",
+        bodies.changes_result(lambda completed: dict.fromkeys(completed, 0)),
+        (
+            "tests/test_program.py::test_a_bucket_is_summed_once_after_all_its_gradients",
+            "tests/test_pieces.py::test_parity_of_a_fit_in_pieces",
+        ),
+    ),
+    Fault(
+        "runs-not-cut",
+        "lightning_spindle.program.placing:_pieces",
+        bodies.leaves_runs_whole,
+        (
+            "tests/test_pieces.py::test_a_run_is_cut_from_its_last_layer_on",
+            "tests/test_pieces.py::test_a_piece_is_summed_while_the_next_one_goes_back",
+            "tests/test_pieces.py::test_a_cut_run_takes_less_time",
+            "tests/runtime/test_engine.py::test_parity_of_runs_in_pieces",
+        ),
+    ),
+    Fault(
+        "pieces-read-the-same-twice",
+        "lightning_spindle.program.placing:_uncut",
+        bodies.returns(frozenset()),
+        ("tests/test_pieces.py::test_what_other_devices_give_is_read_by_one_piece_alone",),
+    ),
+    Fault(
         "gathered-rows-are-ones-own",
         "lightning_spindle.program.program:Edge.reads",
         bodies.passes_through(1),
