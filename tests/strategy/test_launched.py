@@ -32,14 +32,14 @@ class Interrupts(Callback):
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it otherwise
 how = sys.argv[1]
-plan = everywhere()
+plan = everywhere(2)
 Fails.when = When(1, "backward", how)
 callback = Interrupts() if how == "interrupt" else Fails.when
 seed_everything(7)
 trainer = Trainer(
     strategy=SpindleStrategy(plan=plan),
     accelerator="cpu",
-    devices=3,
+    devices=2,
     max_steps=4,
     logger=False,
     enable_checkpointing=False,
@@ -74,14 +74,14 @@ def launch(script: Path, how: str, nproc: int | None = None) -> ScriptResult:
     return result
 
 
-@pytest.mark.parametrize("nproc", [None, 3])
+@pytest.mark.parametrize("nproc", [None, 2])
 def test_a_rank_raises(script: Path, nproc: int | None) -> None:
     result = launch(script, "raise", nproc)
     assert "ValueError: the encoder is cold" in result.stderr
     assert "audio_text/encoder.stem" in result.stderr
 
 
-@pytest.mark.parametrize("nproc", [None, 3])
+@pytest.mark.parametrize("nproc", [None, 2])
 def test_a_rank_is_killed(script: Path, nproc: int | None) -> None:
     result = launch(script, "kill", nproc)
     # Whoever is first: a rank that waits for the dead one, or Lightning, which watches those it launched.
