@@ -22,12 +22,12 @@ def watch_fit(
     """A fit of a few steps on ``size`` ranks, each argument by rank; nobody is stopped before the limit."""
 
     def body(rank: int, size: int) -> str:
-        arguments = {"profile_budget_s": 0.5, **strategy(rank)}
+        quick = {"profile_budget_s": 0.2, "planner": "spindle", "timeline": False}
         settings = {"max_steps": 4, **options(rank)}
         fit_once(
             lambda: make_model(rank),
             lambda: make_data(rank),
-            SpindleStrategy(**arguments),
+            SpindleStrategy(**{**quick, **strategy(rank)}),
             **{"devices": size, **settings},
         )
         return "ended well"

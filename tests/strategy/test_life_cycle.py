@@ -45,7 +45,8 @@ def on_ranks(script: Script, size: int, spindle: bool = True, **strategy: Any) -
                 "enable_progress_bar": False,
                 "enable_model_summary": False,
             }
-            chosen = SpindleStrategy(**{"profile_budget_s": 0.5, **strategy}) if spindle else "auto"
+            quick = {"profile_budget_s": 0.2, "planner": "spindle", "timeline": False}
+            chosen = SpindleStrategy(**{**quick, **strategy}) if spindle else "auto"
             return Trainer(**{"strategy": chosen, **settings, **options})
 
         seed_everything(7, verbose=False)
@@ -123,16 +124,19 @@ def test_fit_test_fit() -> None:
     assert_like_one_process(script, 1, 3)
 
 
-def test_by_name() -> None:
+def test_by_name(tmp_path: Path) -> None:
+    """With all defaults: any planner may win, and the iteration is drawn as predicted and as measured."""
+
     def script(rank: int, make: Callable[..., Trainer]) -> Any:
         model = toys.model()
-        trainer = make(strategy="spindle", max_steps=1) if rank >= 0 else make()
+        trainer = make(strategy="spindle", default_root_dir=tmp_path)
         assert isinstance(trainer.strategy, SpindleStrategy)
         trainer.fit(model, toys.data())
         return weights(model)
 
     first, second = on_ranks(script, 2)
     assert_equal(second, first, "rank 1")
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.json", "timeline.png"}
 
 
 def test_plan_from_a_path(tmp_path: Path) -> None:
