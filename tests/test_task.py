@@ -51,12 +51,12 @@ def one_task() -> SpindleTask:
 
 @functools.cache
 def reference(make: Any, data: Any) -> Any:
-    return plain_fit(make, data, max_steps=8)
+    return plain_fit(make, data)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_flows_of_several_tasks(devices: int) -> None:
-    assert_same_fit(spindle_fit(model, toys.data, devices, max_steps=8), reference(model, toys.data))
+    assert_same_fit(spindle_fit(model, toys.data, devices), reference(model, toys.data))
 
 
 def one_data() -> toys.Data:
@@ -64,7 +64,7 @@ def one_data() -> toys.Data:
 
 
 def test_a_task_alone() -> None:
-    assert_same_fit(spindle_fit(one_task, one_data, 2, max_steps=8), reference(one_task, one_data))
+    assert_same_fit(spindle_fit(one_task, one_data, 2), reference(one_task, one_data))
 
 
 def test_operators_are_the_users_modules() -> None:

@@ -23,11 +23,11 @@ def made(kind: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 
 @functools.cache
 def reference(kind: Callable[..., Any], data: Callable[..., Any], *args: Any) -> Fit:
-    return plain_fit(made(kind), lambda: data(*args), max_steps=10)
+    return plain_fit(made(kind), lambda: data(*args))
 
 
 def check(devices: int, kind: Callable[..., Any], data: Callable[..., Any], *args: Any) -> None:
-    ours = spindle_fit(made(kind), lambda: data(*args), devices, max_steps=10)
+    ours = spindle_fit(made(kind), lambda: data(*args), devices)
     assert_same_fit(ours, reference(kind, data, *args))
 
 

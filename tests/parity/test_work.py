@@ -178,7 +178,7 @@ def watched_fit(
     def rank(index: int, size: int) -> Watch:
         seed_everything(7, verbose=False)
         watch = Watch()
-        given = {"plan": plan, "profile_budget_s": 1.0, "timeline": False, **options}
+        given = {"plan": plan, "profile_budget_s": 0.2, "planner": "spindle", "timeline": False, **options}
         strategy = "auto" if plain else SpindleStrategy(**given)
         Trainer(
             accelerator="cpu",

@@ -65,7 +65,7 @@ def fit_once(
         "accelerator": "cpu",
         "devices": devices,
         "precision": "64-true",
-        "max_steps": 20,
+        "max_steps": 8,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -98,8 +98,11 @@ def spindle_fit(
     strategy: Any = None,
     **options: Any,
 ) -> list[Fit]:
-    """The same fit under Spindle, by rank. ``strategy`` holds SpindleStrategy's arguments."""
-    arguments = {"profile_budget_s": 1.0, **(strategy or {})}
+    """The same fit under Spindle, by rank. ``strategy`` holds SpindleStrategy's arguments.
+
+    Where it says nothing else, one planner plans after a short look at the operators; no timeline is drawn.
+    """
+    arguments = {"profile_budget_s": 0.2, "planner": "spindle", "timeline": False, **(strategy or {})}
     return run_ranks(
         lambda rank, size: fit_once(
             make_model, make_data, SpindleStrategy(**arguments), devices=size, **options
