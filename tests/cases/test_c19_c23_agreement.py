@@ -171,7 +171,7 @@ def planned_digests(rank: int, size: int, launches: int) -> list[str]:
 
 
 def test_c23_ranks_that_measure_other_times_run_one_plan() -> None:
-    digests = run_ranks(planned_digests, 3, 3, timeout_s=120)
+    digests = run_ranks(planned_digests, 3, 2, timeout_s=120)
     assert digests[0] == digests[1] == digests[2]
     assert all(digests[0])
 
@@ -185,20 +185,20 @@ if os.environ.get("PYTHONHASHSEED") != seed:
 import warnings; warnings.simplefilter("ignore")
 from tests.cases.test_c19_c23_agreement import planned_digests
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-print("DIGESTS", seed, hash("spindle"), *planned_digests(rank, size, 2))
+print("DIGESTS", seed, hash("spindle"), *planned_digests(rank, size, 1))
 """
 
 
 def test_c23_interpreters_that_order_sets_differently_run_one_plan(tmp_path: Path) -> None:
-    """Three launched ranks with PYTHONHASHSEED 1, 8 and 15 and other measured times, two fits."""
+    """Two launched ranks with PYTHONHASHSEED 1 and 8 and other measured times."""
     script = tmp_path / "hashes.py"
     script.write_text(SCRIPT)
-    result = run_script(script, nproc=3, timeout_s=150).check()
+    result = run_script(script, nproc=2, timeout_s=150).check()
     lines = re.findall(r"DIGESTS (\d+) (-?\d+) (.*)", result.stdout)
-    assert {seed for seed, _, _ in lines} == {"1", "8", "15"}
-    assert len({hashed for _, hashed, _ in lines}) == 3, "the interpreters do hash differently"
+    assert {seed for seed, _, _ in lines} == {"1", "8"}
+    assert len({hashed for _, hashed, _ in lines}) == 2, "the interpreters do hash differently"
     assert len({digests for _, _, digests in lines}) == 1
-    assert len(lines[0][2].split()) == 2
+    assert len(lines[0][2].split()) == 1
 
 
 @pytest.mark.parametrize(("how", "corrupt"), [("given", 0), ("given", 2), ("planned", 1)])
