@@ -76,7 +76,7 @@ def main(strategy: str, devices: str, result: str) -> None:
         strategy=strategy,
         devices=int(devices),
         accelerator="cpu",
-        max_epochs=10,
+        max_epochs=6,
         precision="64-true",
         logger=False,
         enable_checkpointing=False,
