@@ -111,7 +111,7 @@ def consumed(kind: str, workers: int, plan: ExecutionPlan | None) -> list[Any]:
 
     def rank(index: int, size: int) -> Any:
         seen = Seen()
-        strategy = SpindleStrategy(plan=plan, operators=(Part,)) if plan else "auto"
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), timeline=False) if plan else "auto"
         options = {"max_epochs": 2, "max_steps": -1, "callbacks": [seen]}
         fit_once(model, lambda: data(kind, workers), strategy, size, **options)
         return seen.rows
@@ -159,7 +159,7 @@ def test_c07_the_epoch_reaches_a_sampler() -> None:
             module.train_dataloader = loaders
             return module
 
-        strategy = SpindleStrategy(plan=plan, operators=(Part,))
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
         fit_once(model, keep, strategy, size, max_epochs=2, max_steps=-1)
         return [[loader.sampler.epochs for loader in m.flattened] for m in made]
 
@@ -173,7 +173,7 @@ def test_c07_a_sampler_seeded_by_the_rank_is_refused() -> None:
     plan = placement(metagraph(model(), data("shuffle")), 2, {"a/": (0, 1), "b/": (0, 1)})
 
     def rank(index: int, size: int) -> None:
-        strategy = SpindleStrategy(plan=plan, operators=(Part,))
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
         fit_once(model, lambda: data("rank"), strategy, size, max_steps=2)
 
     for outcome in watch_ranks(rank, 2, timeout_s=40, group_timeout_s=5):

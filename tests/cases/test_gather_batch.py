@@ -235,7 +235,7 @@ def test_only_features_travel() -> None:
     plan = placement(metagraph(model(Contrast), given()), devices, {"": tuple(range(devices))})
 
     def rank(index: int, size: int) -> Watch:
-        watch, strategy = Watch(), SpindleStrategy(plan=plan, operators=(Part,))
+        watch, strategy = Watch(), SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
         fit_once(lambda: model(Contrast), given, strategy, devices=size, max_epochs=1, callbacks=[watch])
         watch._counter = None
         return watch

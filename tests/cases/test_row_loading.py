@@ -236,7 +236,7 @@ def test_padding_is_found_before_training() -> None:
     plan = placement(metagraph(sums(), make()), 2, {"a/": (0, 1), "b/": (0, 1)})
 
     def rank(index: int, size: int) -> Fit:
-        strategy = SpindleStrategy(plan=plan, operators=(Part,), row_loading=True)
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), row_loading=True, timeline=False)
         if index == 0:
             with pytest.warns(
                 UserWarning, match="row_loading=True is not followed for a, .*pad to the longest"
@@ -254,7 +254,7 @@ def test_padding_that_comes_later_is_an_error_on_every_rank() -> None:
     plan = placement(metagraph(sums(), make()), 2, {"a/": (0, 1), "b/": (0, 1)})
 
     def rank(index: int, size: int) -> None:
-        strategy = SpindleStrategy(plan=plan, operators=(Part,), row_loading=True)
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), row_loading=True, timeline=False)
         fit_once(sums, make, strategy, size, **EPOCHS)
 
     for outcome in watch_ranks(rank, 2, timeout_s=40, group_timeout_s=5):
@@ -303,7 +303,7 @@ def test_draws_that_come_later_are_an_error(workers: int) -> None:
     plan = placement(metagraph(model(), make()), 2, {"a/": (0, 1), "b/": (0, 1)})
 
     def rank(index: int, size: int) -> None:
-        fit_once(model, make, SpindleStrategy(plan=plan, operators=(Part,)), size, **EPOCHS)
+        fit_once(model, make, SpindleStrategy(plan=plan, operators=(Part,), timeline=False), size, **EPOCHS)
 
     outcomes = watch_ranks(rank, 2, timeout_s=40, group_timeout_s=5)
     assert any("Sometimes with default_collate drew" in (o.error or "") for o in outcomes), outcomes
@@ -318,7 +318,9 @@ def test_data_that_differ_by_rank_are_refused() -> None:
         made = data()
         for sample in made.datamodules["a"].data.samples:
             sample["x"] += index
-        fit_once(model, lambda: made, SpindleStrategy(plan=plan, operators=(Part,)), size, **EPOCHS)
+        fit_once(
+            model, lambda: made, SpindleStrategy(plan=plan, operators=(Part,), timeline=False), size, **EPOCHS
+        )
 
     for outcome in watch_ranks(rank, 2, timeout_s=40, group_timeout_s=5):
         assert "task a: ranks drew different batches" in (outcome.error or ""), outcome.describe()
@@ -349,7 +351,9 @@ def test_a_variant_of_the_step_reads_the_rows_that_it_sees() -> None:
     plan = placement(metagraph(make(), data()), 3, {"a/": (0, 1), "b/": (0, 1, 2)})
 
     def rank(index: int, size: int) -> Fit:
-        return fit_once(make, data, SpindleStrategy(plan=plan, operators=(Part,)), size, **EPOCHS)
+        return fit_once(
+            make, data, SpindleStrategy(plan=plan, operators=(Part,), timeline=False), size, **EPOCHS
+        )
 
     assert_same_fit(run_ranks(rank, 3), plain_fit(make, data, **EPOCHS))
 
@@ -383,7 +387,7 @@ def test_an_operator_that_reads_nothing_of_the_batch() -> None:
         return fit, made.datamodules["a"].data.log
 
     ((fit, read),) = run_ranks(lambda *a: rank(*a, "auto"), 1, init_group=False)
-    results = run_ranks(lambda *a: rank(*a, SpindleStrategy(plan=plan, operators=(Part,))), 3)
+    results = run_ranks(lambda *a: rank(*a, SpindleStrategy(plan=plan, operators=(Part,), timeline=False)), 3)
     assert_same_fit([ours for ours, _ in results], fit)
     batches = in_batches(read, BATCHES["a"])
     firsts = [batch[row] for batch in batches for row in sorted({0, len(batch) // 2}) if len(batch) > row]
@@ -416,7 +420,7 @@ def test_evaluation_reads_rows_too() -> None:
 
     def rank(index: int, size: int) -> Any:
         made = both()
-        strategy = SpindleStrategy(plan=plan, operators=(Part,))
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
         fit = fit_once(make, lambda: made, strategy, size, **EPOCHS)
         return fit, [child.held_out.log for child in made.datamodules.values()]
 
