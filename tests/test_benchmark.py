@@ -29,7 +29,8 @@ from lightning_spindle import tasklog
 from tasks.build import ModelSize, build_data, build_model
 from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
-from tests.support.ranks import ROOT, RankError, run_ranks, run_script
+from tests.support.ranks import RankError, run_ranks
+from tests.support.scripts import ROOT, run_script
 from tests.support.workloads import data_of, model_of, size_of
 
 SIZE = ModelSize(width=16, layers=1, heads=2, mlp_ratio=2, embedding=8, dropout=0.0, patch=4, frames=5)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from benchmarking.clusters import build_cluster
 from lightning_spindle.cluster import Link
 from lightning_spindle.costs import A800, AnalyticCosts
-from tests.support.ranks import ROOT
+from tests.support.scripts import ROOT
 from tests.test_simulate import graph_of
 
 NAMES = sorted(p.stem for p in (ROOT / "conf" / "cluster").glob("*.yaml"))

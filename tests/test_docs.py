@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_script
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*filter(Path.exists, [ROOT / "README.md"]), *sorted((ROOT / "docs").rglob("*.md"))]

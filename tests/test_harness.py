@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, RankHang, run_ranks, run_script, run_threads, watch_ranks
+from tests.support.ranks import RankError, RankHang, run_ranks, run_threads, watch_ranks
+from tests.support.scripts import run_script
 
 
 def total(rank: int, size: int, factor: float = 1.0) -> torch.Tensor:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import train
 from tasks.build import build_data
-from tests.support.ranks import ROOT, run_script
+from tests.support.scripts import ROOT, run_script
 from tests.support.workloads import SCHEDULE
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -14,7 +14,8 @@ from lightning_spindle import SpindleStrategy
 from lightning_spindle.estimate.samples import Samples
 from lightning_spindle.runtime import planning, session
 from tests.support.fitting import assert_replicas, fit_once, random_plan
-from tests.support.ranks import run_ranks, run_script, watch_ranks
+from tests.support.ranks import run_ranks, watch_ranks
+from tests.support.scripts import run_script
 from tests.support.small import (
     Given,
     Layer,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.projects import dict_batch
-from tests.support.ranks import run_ranks, run_script
+from tests.support.ranks import run_ranks
+from tests.support.scripts import run_script
 
 
 def test_only_the_strategy_changes(tmp_path: Path) -> None:

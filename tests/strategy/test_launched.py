@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ScriptResult, run_script
+from tests.support.scripts import ScriptResult, run_script
 
 pytestmark = pytest.mark.scripts
 

@@ -11,7 +11,7 @@ from lightning_spindle import MultiTaskDataModule, MultiTaskModule
 from tasks.optimizers import AdamWSchedule
 from tasks.transformer import Shape
 from tasks.workloads import WorkloadSize, task_names, workload_data, workload_model, workload_size
-from tests.support.ranks import ROOT
+from tests.support.scripts import ROOT
 
 SCHEDULE = AdamWSchedule(lr=1e-3, weight_decay=0.1, warmup=2, total=10)
 
