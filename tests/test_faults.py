@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def test_every_fault_names_a_function_of_ours_and_tests_that_exist() -> None:
     for fault in FAULTS:
         assert fault.target.startswith(OURS), fault
         assert fault.tests, fault
+        module, _, names = fault.target.partition(":")
+        assert reduce(getattr, names.split("."), importlib.import_module(module)), fault
         for test in fault.tests:
             file, _, function = test.partition("::")
             assert (ROOT / file).is_file(), test

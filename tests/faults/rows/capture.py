@@ -12,7 +12,7 @@ from tests.faults.files import (
     NORMS,
     PARAMETERS,
     PROVENANCE,
-    SAMPLERS,
+    ROW_LOADING,
     SCALE,
     SHAPES,
     SKIPPED,
@@ -87,7 +87,7 @@ FAULTS = (
         "rows-off-by-one",
         "lightning_spindle.capture.layout:take_rows",
         bodies.shifts_rows,
-        (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
+        (f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",),
     ),
     Fault(
         "buffers-of-traces-not-compared",

@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "forms-not-renewed",
-        "lightning_spindle.runtime.engine:_signature",
+        "lightning_spindle.runtime.iteration:TaskBatch.signature",
         bodies.returns(()),
         (f"{MESSAGES}::test_c13_lengths_and_rows_change",),
     ),
@@ -156,6 +156,12 @@ FAULTS = (
             f"{ROW_LOADING}::test_an_operator_that_reads_nothing_of_the_batch",
             f"{ROW_LOADING}::test_evaluation_reads_rows_too",
         ),
+    ),
+    Fault(
+        "rows-read-off-by-one",
+        "lightning_spindle.runtime.rowloading:_picked",
+        bodies.changes_arguments(lambda indices, held: (indices[:1] + indices[:-1], held)),
+        (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
     ),
     Fault(
         "wrong-rows-read",

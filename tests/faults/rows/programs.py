@@ -141,7 +141,7 @@ FAULTS = (
         "lightning_spindle.simulate.prepared:_message",
         bodies.needs_no_messages,
         (
-            "tests/test_emulate.py::test_simulated_and_emulated_iterations_of_a_workload_agree",
+            "tests/test_emulate.py::test_the_simulator_foretells_every_event_of_any_program",
             "tests/test_sleeping.py",
         ),
     ),

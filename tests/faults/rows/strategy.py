@@ -218,13 +218,13 @@ FAULTS = (
     ),
     Fault(
         "written-buffers-unknown",
-        "lightning_spindle.runtime.session:_written_buffers",
+        "lightning_spindle.runtime.session:written_buffers",
         bodies.returns({}),
         (f"{KINDS}::test_batch_norm_runs_whole_and_its_buffers_reach_validation",),
     ),
     Fault(
         "operators-run-twice",
-        "lightning_spindle.runtime.session:_engine",
+        "lightning_spindle.runtime.engine:Engine.__init__",
         bodies.runs_operators_twice,
         ("tests/parity/test_work.py::test_data_parallel",),
     ),
@@ -293,8 +293,8 @@ FAULTS = (
     ),
     Fault(
         "total-weights-counted-by-every-rank",
-        "lightning_spindle.runtime.session:_total_run",
-        bodies.counts_total_on_every_rank,
+        "lightning_spindle.runtime.session:TotalRun.foreign",
+        bodies.returns([]),
         (f"{WAYS}::test_loss_weight_that_a_task_uses_too",),
     ),
     Fault(
