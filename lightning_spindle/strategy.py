@@ -24,6 +24,7 @@ from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
 from lightning_spindle.runtime.objects import require_agreement
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
+from lightning_spindle.runtime.outputs import require_expected
 from lightning_spindle.runtime.preparing import Settings, prepare, seed_alike
 from lightning_spindle.runtime.processes import ProcessStrategy
 from lightning_spindle.runtime.recording import Recording
@@ -248,6 +249,7 @@ class SpindleStrategy(ProcessStrategy):
         batch_idx = kwargs.get("batch_idx", args[0] if args else 0)
         dataloader_idx = kwargs.get("dataloader_idx", args[1] if len(args) > 1 else 0)
         step = self._step(name, batch, dataloader_idx)
+        require_expected(self.lightning_module.trainer, name, step.capture)
         batches, active = feeding.step_batches(self.lightning_module, step, batch, dataloader_idx)
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         layouts, transport, device = step.capture.layouts, self._transport, self.root_device

@@ -16,7 +16,7 @@ from lightning_spindle.capture.pieces import (
     Piece,
     ValueRef,
 )
-from lightning_spindle.capture.trees import flatten, unflatten
+from lightning_spindle.capture.trees import each_tensor, flatten, unflatten
 
 __all__ = [
     "BatchIndex",
@@ -30,6 +30,7 @@ __all__ = [
     "ValueRef",
     "batch_layout",
     "capture",
+    "each_tensor",
     "flatten",
     "take_rows",
     "unflatten",

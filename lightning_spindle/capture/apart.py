@@ -23,8 +23,9 @@ from lightning_spindle.capture.grouping import Grouping
 from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
 from lightning_spindle.capture.measure import SEED, Measured, TraceRun, dynamic, measure
 from lightning_spindle.capture.pieces import BatchLayout
+from lightning_spindle.capture.returned import beside_loss, require_same, settle
 from lightning_spindle.capture.sizes import read_from_batch
-from lightning_spindle.capture.step import Step, StepTrace
+from lightning_spindle.capture.step import Step, StepTrace, loss_of
 from lightning_spindle.capture.tracer import trace_step
 
 
@@ -86,13 +87,17 @@ def take_apart(
     if check is not None:
         check(run)
     infos = kinds(trace, leaves, layout)
+    returned = None
+    if trace.output is not None:
+        returned = settle(trace.output, trace.results, infos, measured, step.task)
     grouping = Grouping(trace, infos)
     for key, node in trace.results.items():
         if infos[node].tags & {"rows"}:
             raise StepOutputError(
                 f"task {step.task!r}: {step.name} gives {key}, which is no scalar but has rows"
             )
-    return Apart(Assembler(step, trace, grouping, infos, measured).parts(), infos, measured, run.results)
+    parts = Assembler(step, trace, grouping, infos, measured).parts(returned)
+    return Apart(parts, infos, measured, run.results)
 
 
 def warn_of_opaque(task: str, trace: StepTrace) -> None:
@@ -154,7 +159,8 @@ def _trace(
 def _text(trace: StepTrace) -> list[str]:
     words = [f"{n.op} {n.target} {n.args} {n.kwargs}" for n in trace.graph.nodes]
     constants = {k: v for k, v in vars(trace.holder).items() if isinstance(v, torch.Tensor)}
-    return words + [f"{k} {v.tolist()}" for k, v in sorted(constants.items())]
+    words += [f"{k} {v.tolist()}" for k, v in sorted(constants.items())]
+    return words if trace.output is None else [*words, trace.output.text()]
 
 
 def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: TraceRun) -> None:
@@ -165,10 +171,13 @@ def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: TraceRun) 
     """
     done = untouched.run_step(step, leaves, spec, SEED)
     _require_not_rewritten(done.rewritten)
-    own = done.results | {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
+    own = {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
+    own["loss"] = loss_of(step, done.output)
     for key, value in traced.results.items():
         if not _alike(value, own[key]):
             raise TraceError(f"the traced step gives another {key} than the step itself")
+    if step.listened:
+        require_same(traced.output, beside_loss(step.name, done.output))
     for name in traced.written.keys() | done.written.keys():
         values = traced.written.get(name), done.written.get(name)
         if values[0] is None or values[1] is None or not _alike(*values):

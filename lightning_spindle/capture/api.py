@@ -35,6 +35,7 @@ def capture(
     *,
     operators: tuple[type[nn.Module], ...] = (),
     arrangement: Arrangement | None = None,
+    listened: bool = False,
 ) -> Capture:
     """The operators of ``step`` of every task that has a batch and the step.
 
@@ -51,12 +52,13 @@ def capture(
         layouts: where they hold their rows (``batch_layout``).
         operators: classes whose instances are operators, beside repeated layers.
         arrangement: of a module that is no ``MultiTaskModule``.
+        listened: hooks see what the step returns beside its loss, of the whole batch on every rank.
 
     Raises:
-        ValueError: a step returns what cannot be gathered, or a coarse step logs a Metric.
+        ValueError: a training step gives no scalar loss, or a coarse step logs a Metric.
     """
     if arrangement is not None:
-        return _of_module(model, step, batches, layouts, operators, arrangement)
+        return _of_module(model, step, batches, layouts, operators, arrangement, listened)
     parts: dict[str, Parts] = {}
     logs: list[LogCall] = []
     coarse: dict[str, str] = {}
@@ -64,7 +66,7 @@ def capture(
         for task, module in model.tasks.items():
             if task not in batches or not is_overridden(step, module):
                 continue
-            one = Step(model, module, task, step, operators)
+            one = Step(model, module, task, step, operators, listened=listened)
             leaves, spec = flatten(batches[task], layouts[task].lists)
             try:
                 parts[task], own_logs = _take_apart(one, leaves, spec, layouts[task])
@@ -84,6 +86,8 @@ def capture(
         coarse,
         written=_written(parts),
         attributes={name: value for part in parts.values() for name, value in part.attributes.items()},
+        listened=listened,
+        returned={task: part.returned for task, part in parts.items() if part.returned is not None},
     )
 
 
@@ -94,9 +98,10 @@ def _of_module(
     layouts: Mapping[str, BatchLayout],
     operators: tuple[type[nn.Module], ...],
     arrangement: Arrangement,
+    listened: bool,
 ) -> Capture:
     with LOCK, mode(model, step), torch.inference_mode(False), torch.enable_grad():
-        joint = Joint(model, step, batches, layouts, arrangement, operators)
+        joint = Joint(model, step, batches, layouts, arrangement, operators, listened)
     graph = graph_of(model, joint.layouts, joint.batches, joint.parts)
     return Capture(
         graph,
@@ -108,6 +113,7 @@ def _of_module(
         refused=joint.refused,
         written=_written(joint.parts),
         attributes=joint.attributes,
+        listened=listened,
     )
 
 

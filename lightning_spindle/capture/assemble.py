@@ -17,14 +17,25 @@ from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.grouping import Group, Grouping
 from lightning_spindle.capture.guards import guard
 from lightning_spindle.capture.measure import Measured
-from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, RowNumbers, Source, ValueRef
+from lightning_spindle.capture.pieces import (
+    BatchIndex,
+    LeafRef,
+    Piece,
+    Returned,
+    RowNumbers,
+    Source,
+    ValueRef,
+)
 from lightning_spindle.capture.step import Step, StepTrace
 from lightning_spindle.graph import Layout, Operator, Reading, Reduction, Result, Value
 
 
 @dataclass
 class Parts:
-    """A task's share of a capture. ``touched``: operator to the buffers that it reads and writes."""
+    """A task's share of a capture. ``touched``: operator to the buffers that it reads and writes.
+
+    ``returned`` is None where no hook sees it, and of what could not be taken apart.
+    """
 
     operators: list[Operator] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -33,6 +44,7 @@ class Parts:
     written: dict[str, set[str]] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
+    returned: Returned | None = None
 
 
 class Assembler:
@@ -54,9 +66,9 @@ class Assembler:
         self.buffers = {n for n, _ in step.model.named_buffers(remove_duplicate=False)}
         self.taken: dict[str, int] = {}
 
-    def parts(self) -> Parts:
-        """Operators in an order in which they can run, with their pieces."""
-        parts = Parts(attributes=self.trace.attributes)
+    def parts(self, returned: Returned | None) -> Parts:
+        """Operators in an order in which they can run, with their pieces; ``returned`` is put in."""
+        parts = Parts(attributes=self.trace.attributes, returned=returned)
         read_by = {g: self.grouping.needed(g) for g in self.grouping.groups}
         outputs: dict[Group, list[fx.Node]] = {g: [] for g in self.grouping.groups}
         wanted = {n for _, read in read_by.values() for n in read} | set(self.trace.results.values())
@@ -85,6 +97,7 @@ class Assembler:
         self, parts: Parts, group: Group, inside: list[fx.Node], read: list[fx.Node], outputs: list[fx.Node]
     ) -> None:
         name = self._name(group)
+        given = [n for n in group.owned if n.target is patches.given]
         sources: list[tuple[fx.Node, Source]] = []
         for node in inside:
             if node.op == "placeholder":
@@ -115,7 +128,10 @@ class Assembler:
             name,
             tuple(source for _, source in sources),
             tuple(self.value_name(n) for n in outputs),
-            Builder(self.trace, inside, [n for n, _ in sources], outputs, group.layout is Layout.SPLIT),
+            Builder(
+                self.trace, inside, [n for n, _ in sources], given or outputs, group.layout is Layout.SPLIT
+            ),
+            bool(given),
         )
         parts.written[name] = {b for n in inside for b in self.infos[n].writes}
         parts.read[name] = self._read_buffers(inside)

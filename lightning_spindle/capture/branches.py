@@ -62,8 +62,9 @@ def settled(
 
     def trace_now() -> StepTrace:
         trace = trace_without(closed)
-        if len(rows) == 1:
-            read_from_batch(trace, leaves, next(iter(rows.values()))[1])
+        own_leaves, layout = next(iter(rows.values()))
+        if len(own_leaves) == len(leaves):
+            read_from_batch(trace, leaves, layout)
         return trace
 
     while True:
@@ -157,7 +158,11 @@ def _same_effects(trace: StepTrace, other: StepTrace) -> bool:
     found = []
     for one in (trace, other):
         numbers = _numbered(one.graph, table)
-        effects = [n for n in one.graph.nodes if n.op == "call_module" or n.target is patches.update_metric]
+        effects = [
+            n
+            for n in one.graph.nodes
+            if n.op == "call_module" or n.target in (patches.update_metric, patches.given)
+        ]
         found.append([numbers[n] for n in [*effects, *one.results.values()]])
     return found[0] == found[1]
 

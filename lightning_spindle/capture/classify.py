@@ -152,7 +152,7 @@ class _Classifier:
         inputs = {tag for n in node.all_input_nodes for tag in self.infos[n].tags}
         info = Info([], draws=self.mode.drew, writes=writes)
         self.infos[node] = info
-        if self._is_metric(node):
+        if self._runs_everywhere(node):
             info.kinds = [WHOLE] * len(flat)
         elif node.target is functional.batch_rows and self._given(node) == Kind("rows", 0, 1):
             info.kinds, info.counts = [Kind("rows", 0, 1)], True
@@ -328,8 +328,8 @@ class _Classifier:
     def _module(self, node: fx.Node) -> Any:
         return self.trace.holder.get_submodule(str(node.target)) if node.op == "call_module" else None
 
-    def _is_metric(self, node: fx.Node) -> bool:
-        return node.target is patches.update_metric or is_metric(self._module(node))
+    def _runs_everywhere(self, node: fx.Node) -> bool:
+        return node.target in (patches.update_metric, patches.given) or is_metric(self._module(node))
 
     def _given(self, node: fx.Node) -> Kind | None:
         """The kind of the one tensor that ``node`` is given."""

@@ -13,8 +13,10 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spindle import tasklog
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.errors import CaptureWarning
+from lightning_spindle.capture.patches import is_scalar
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source
-from lightning_spindle.capture.step import Step
+from lightning_spindle.capture.returned import beside_loss
+from lightning_spindle.capture.step import Step, loss_of
 from lightning_spindle.capture.trees import unflatten
 from lightning_spindle.capture.untouched import StepRun, run_step
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
@@ -53,11 +55,14 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
     )
     names = {id(b): name for name, b in step.model.named_buffers()}
     buffers = {names[id(b)]: b for b in step.module.buffers()}
-    done = StepRun({"loss": None} if step.name == "training_step" else {}, [], 0.0, buffers)
+    done = StepRun(None, [], 0.0, buffers)
     try:
         done = run_step(step, leaves, spec, seed=0)
     except Exception:
         pass  # it needs the trainer: what it logs is seen when it runs, its buffers count as written
+    gives_loss = step.name == "training_step" or is_scalar(done.output)
+    if done.output is not None and step.name == "training_step":
+        loss_of(step, done.output)
     if done.rewritten:
         raise ValueError(_REWRITTEN.format(task=step.task, step=step.name, names=", ".join(done.rewritten)))
     if done.collected:
@@ -66,7 +71,7 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         _refuse_metric(step, key, value, reason)
     value = f"{step.task}/loss"
     modules = {id(p): n for n, p in step.model.named_parameters()}
-    outputs = (value,) if "loss" in done.results else ()
+    outputs = (value,) if gives_loss else ()
     operator = Operator(
         name=name,
         task=step.task,
@@ -101,7 +106,7 @@ class _CoarseBuilder:
     reason: str
 
     def __call__(self) -> Callable[..., tuple[Any, ...]]:
-        def run(*given: Any) -> tuple[Any, list[tuple[str, Any, dict[str, Any]]]]:
+        def run(*given: Any) -> tuple[Any, list[tuple[str, Any, dict[str, Any]]], Any]:
             *leaves, batch_idx = given
             logs: list[tuple[str, Any, dict[str, Any]]] = []
 
@@ -111,11 +116,9 @@ class _CoarseBuilder:
 
             with tasklog.sink(receive, self.step.logging):
                 output = self.step(unflatten(leaves, self.spec), batch_idx)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            if loss is None and output is not None and self.step.name == "training_step":
-                raise ValueError(
-                    "training_step returns a loss, a dict with the key 'loss', or None to be skipped"
-                )
-            return loss, logs
+            loss = output if is_scalar(output) else None
+            if self.step.name == "training_step" and output is not None:
+                loss = loss_of(self.step, output)
+            return loss, logs, beside_loss(self.step.name, output) if self.step.listened else None
 
         return run

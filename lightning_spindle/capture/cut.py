@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_structure
 
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.measure import Measured
-from lightning_spindle.capture.pieces import BatchLayout, RowsRef
+from lightning_spindle.capture.pieces import BatchLayout, Constant, GivenRef, ResultRef, Returned, RowsRef
+from lightning_spindle.capture.returned import TracedOutput
 from lightning_spindle.capture.step import StepTrace
 
 _LIGHT = 4096  # parameters of so many elements are held by every rank for the sake of a joint node
@@ -60,6 +62,10 @@ class Cut:
     parts: dict[fx.Node, str] = field(default_factory=dict)
     """Parts, with their tasks."""
     log_rows: dict[str, RowsRef] = field(default_factory=dict)
+    given: dict[str, list[fx.Node]] = field(default_factory=dict)
+    """What each task's ranks give to all others, of what the step returns."""
+    refs: dict[int, ResultRef | GivenRef] = field(default_factory=dict)
+    """Where hooks find each of the step's outputs."""
 
     def __post_init__(self) -> None:
         self._place = {leaf: i for i, leaf in enumerate(self.trace.leaves) if leaf is not None}
@@ -78,18 +84,50 @@ class Cut:
             rows = self._rows(node)
             if rows is not None:
                 self.rows[node] = rows
+        self._part_output()
         self._collect()
         for key, node in self.trace.sizes.items():
             if node not in self.rows:
                 raise TraceError(f"the batch_size of self.log({key!r}) is no number of rows")
             self.log_rows[key] = self.rows[node]
 
+    # ------------------------------------------------------------------------------------- what hooks see
+    def _part_output(self) -> None:
+        """Scalars, and what is joint anyway, are results of the step; a task gives what else is its own."""
+        if self.trace.output is None or self.trace.output.node is None:
+            return
+        node, scalars = self.trace.output.node, self.trace.output.scalars
+        for at, read in enumerate(node.args):
+            if not isinstance(read, fx.Node):
+                raise TraceError("the step returns a tuple that an operator gives")
+            scalar = at in scalars and not read.meta.get("sized")  # sizes are known to whoever has the rows
+            if scalar or len(self.belongs[read]) > 1 or read is self.trace.batch_idx:
+                key = f"out:{at}"
+                self.trace.results[key] = read
+                self.refs[at] = ResultRef(key)
+            else:
+                own = self.given.setdefault(self._task(read), [])
+                self.refs[at] = GivenRef(self._task(read), len(own))
+                own.append(read)
+        self.trace.graph.erase_node(node)
+        self.trace.output.node = None
+
+    def returned(self) -> Returned | None:
+        """What hooks see; None where there is none that would."""
+        output = self.trace.output
+        if output is None:
+            return None
+        return Returned(
+            output.spec, tuple(x if isinstance(x, Constant) else self.refs[x] for x in output.leaves)
+        )
+
     # ------------------------------------------------------------------------------------- what joins
     def _collect(self) -> None:
         outputs = list(self.trace.results.values())
         wanted = {n for n in self.trace.graph.nodes if len(self.belongs[n]) > 1 and n.op != "output"}
         wanted |= {n for n in outputs if not self.belongs[n] or self._is_glue(n)}
-        self.parts = {n: self._task(n) for n in outputs if n not in wanted}
+        known = wanted | self.rows.keys() | {self.trace.batch_idx}
+        self.parts = {n: self._task(n) for n in outputs if n not in known}
         stack, joint = list(wanted), set(wanted)
         while stack:
             for node in stack.pop().all_input_nodes:
@@ -210,7 +248,8 @@ class Cut:
         The first task has the nodes of no task that change the model.
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        wanted = self._wanted(task, set(results.values()), spare=task == self.tasks[0])
+        outputs = {*results.values(), *self.given.get(task, ())}
+        wanted = self._wanted(task, outputs, spare=task == self.tasks[0])
         for node in self.trace.graph.nodes:
             if node in wanted:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -220,6 +259,11 @@ class Cut:
                 given[key] = copies[node]
             else:
                 given[key] = graph.call_function(patches.as_scalar, (copies[node],))
+        output = None
+        if own := self.given.get(task):
+            read = tuple(copies[node] for node in own)
+            node = graph.call_function(patches.given, read)
+            output = TracedOutput(tree_structure(()), [], node, {})
         graph.output(tuple(given.values()))
         trace = StepTrace(
             task,
@@ -235,6 +279,7 @@ class Cut:
             [],
             self.trace.blocks,
             {p: why for p, why in self.trace.opaque.items() if any(n.target == p for n in copies.values())},
+            output=output,
         )
         return trace, copies
 

@@ -7,6 +7,7 @@ layer. Other anchors are *light*: a run of them is one operator. *Glue* is what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_spindle.graph import Layout, Reading
 
 @dataclass(eq=False)
 class Group:
-    """Nodes that make one operator. ``role``: block, light, couple, glue, sums, metric or tail."""
+    """Nodes that make one operator. ``role``: block, light, couple, glue, sums, metric, given or tail."""
 
     role: str
     owned: list[fx.Node] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Group:
 
     @property
     def layout(self) -> Layout:
-        if self.role == "metric":
+        if self.role in ("metric", "given"):
             return Layout.EVERYWHERE
         return Layout.WHOLE if self.whole else Layout.SPLIT
 
@@ -53,6 +54,7 @@ class Grouping:
         self.results = set(trace.results.values())
         self.summands = self._summands()
         self.live = self._live()
+        self.shown = self.live - self._live(but=patches.given)
         self.leads_on = self._leads_to_anchors()
         for node in trace.graph.nodes:
             if (
@@ -74,6 +76,10 @@ class Grouping:
     def is_metric(self, node: fx.Node) -> bool:
         """Whether ``node`` runs a torchmetrics metric."""
         return node.target is patches.update_metric or is_metric(self.module(node))
+
+    def runs_everywhere(self, node: fx.Node) -> bool:
+        """Whether every rank runs ``node``: it updates a metric, or is what hooks see."""
+        return self.is_metric(node) or (node.target is patches.given and bool(node.args))
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether ``node`` calls a module with parameters."""
@@ -149,10 +155,13 @@ class Grouping:
         return found
 
     # ------------------------------------------------------------------------------------- preparation
-    def _live(self) -> set[fx.Node]:
-        graph = self.trace.graph
+    def _live(self, but: Callable[..., Any] | None = None) -> set[fx.Node]:
+        """The nodes that matter; without those that only ``but`` reads."""
         stack = [
-            n for n in graph.nodes if n in self.results or self.is_metric(n) or self._writes(n) or _checks(n)
+            n
+            for n in self.trace.graph.nodes
+            if (n in self.results or self.runs_everywhere(n) or self._writes(n) or _checks(n))
+            and (but is None or n.target is not but)
         ]
         live: set[fx.Node] = set()
         while stack:
@@ -200,10 +209,12 @@ class Grouping:
             pass  # a clone belongs to the operation that changes it, wherever that is
         elif info.counts or node in self.summands:
             pass  # copied
-        elif self.is_metric(node):
-            self._new("metric", node)
+        elif self.runs_everywhere(node):
+            self._new("metric" if self.is_metric(node) else "given", node)
         elif producers & {self.tail, self.after_metrics} or self._is_result(node, producers):
             self._to_tail(node, producers)
+        elif node in self.shown and not (info.draws or self.is_anchor(node) or self.is_block(node)):
+            pass  # copied: the ranks that hooks run on have all rows
         elif info.reading is Reading.GATHERED:
             self._assign_gathered(node)
         elif info.reading is Reading.SUMMED:
@@ -364,7 +375,7 @@ class Grouping:
             producers = self.producers(node)
             if len(producers) > 1 or self._reads_whole_batch(node):
                 raise TraceError(f"a condition depends on sizes of several operators ({node.meta['line']})")
-            stems = [g for g in self.groups if g.role not in ("block", "metric")]
+            stems = [g for g in self.groups if g.role not in ("block", "metric", "given")]
             group = next(iter([*producers, *stems, *self.groups]), None)
             if group is not None:
                 self._join_split(group, node)

@@ -27,6 +27,7 @@ from lightning_spindle.capture.measure import measure
 from lightning_spindle.capture.pieces import (
     BatchIndex,
     BatchLayout,
+    GivenRef,
     LeafLayout,
     LogCall,
     PartRef,
@@ -49,6 +50,7 @@ class Joint:
         layouts: where they hold their rows.
         arrangement: how the step gets them.
         operators: classes whose instances are operators.
+        listened: hooks see what the step returns.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Joint:
         layouts: Mapping[str, BatchLayout],
         arrangement: Arrangement,
         operators: tuple[type[nn.Module], ...],
+        listened: bool,
     ) -> None:
-        self.model, self.step, self.operators = model, step, operators
+        self.model, self.step, self.operators, self.listened = model, step, operators, listened
         self.batches, self.layouts = dict(batches), dict(layouts)
         self.arrangement = arrangement
         self.parts: dict[str, Parts] = {}
@@ -86,6 +89,7 @@ class Joint:
                 try:
                     cuts[active] = self._cut(active)
                     _require_alike(cuts[fullest], cuts[active])
+                    _give_as(cuts[fullest], cuts[active])
                 except Exception as error:
                     cuts.pop(active, None)
                     self.refused[active] = reason_of(error)
@@ -110,7 +114,7 @@ class Joint:
             self.attributes |= cut.trace.attributes
 
     def _named(self, task: str, dataloader_idx: int | None = None) -> Step:
-        return Step(self.model, self.model, task, self.step, self.operators, dataloader_idx)
+        return Step(self.model, self.model, task, self.step, self.operators, dataloader_idx, self.listened)
 
     def _whole(self, active: Active) -> tuple[Step, list[Any], TreeSpec, list[str]]:
         """The step for a set of tasks, with the leaves of the whole batch, and the task of each."""
@@ -158,9 +162,7 @@ class Joint:
         dtype = own_dtype(self.model)
         sources = tuple(PartRef(step.task, r.key, (), dtype, True) for r in parts.results)
         outputs = tuple(r.key for r in parts.results)
-        self.totals[active] = Total(
-            sources, outputs, (), (), "loss" if outputs else "nothing", lambda: _as_given
-        )
+        self.totals[active] = Total(sources, outputs, (), (), None, lambda: _as_given)
         self.refused |= dict.fromkeys(others, f"the step runs as one operator, because {reason}")
 
     def _common_layout(self, leaves: list[Any], spec: TreeSpec, owners: Sequence[str]) -> BatchLayout:
@@ -178,7 +180,8 @@ class Joint:
     def _total(self, cut: Cut, keys: Mapping[fx.Node, tuple[str, str]], apart: Mapping[str, Apart]) -> Total:
         outputs = cut.trace.results
         joint = set(cut.joint)
-        read = {n for node in cut.joint for n in node.all_input_nodes} - joint | set(outputs.values()) - joint
+        read = {n for node in cut.joint for n in node.all_input_nodes} | set(outputs.values())
+        read -= joint
         sources = sorted(read, key=list(cut.trace.graph.nodes).index)
         for buffer in {str(n.target) for n in cut.joint if n.op == "get_attr"}:
             if any(buffer in names for found in apart.values() for names in found.parts.written.values()):
@@ -188,7 +191,7 @@ class Joint:
             tuple(outputs),
             self._parameters(cut),
             tuple(self._logs(cut)),
-            cut.trace.gives,
+            cut.returned(),
             Builder(cut.trace, list(cut.joint), sources, list(outputs.values()), split=False),
         )
 
@@ -210,6 +213,7 @@ class Joint:
             tuple(result.shape),
             None if is_number else result.dtype,
             differentiable and result.is_floating_point(),
+            node.meta.get("number") or float,
         )
 
     def _parameters(self, cut: Cut) -> tuple[str, ...]:
@@ -266,6 +270,17 @@ def _require_alike(fullest: Cut, other: Cut) -> None:
     for task in fullest.tasks:
         if fullest.effects(task) != other.effects(task) and (task in other.tasks or not other.belongs):
             raise TraceError(f"task {task!r} updates other metrics or buffers when other tasks are absent")
+
+
+def _give_as(fullest: Cut, other: Cut) -> None:
+    """What hooks see of ``other`` is found among what the tasks give in the fullest set."""
+    for at, ref in other.refs.items():
+        if isinstance(ref, GivenRef):
+            names = [fullest.names[node] for node in fullest.given.get(ref.task, ())]
+            name = other.names[other.given[ref.task][ref.index]]
+            if name not in names:
+                raise TraceError(f"task {ref.task!r} returns something else when other tasks are absent")
+            other.refs[at] = GivenRef(ref.task, names.index(name))
 
 
 def _keys(cuts: Mapping[Active, Cut]) -> dict[Active, dict[fx.Node, tuple[str, str]]]:

@@ -43,10 +43,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class TraceRun:
-    """What a traced step gave: results by key, and the buffers that it wrote, with their values."""
+    """What a traced step gave: results by key, buffers that it wrote, what it returned beside its loss."""
 
     results: dict[str, torch.Tensor]
     written: dict[str, torch.Tensor]
+    output: Any = None
 
 
 def measure(
@@ -73,7 +74,8 @@ def measure(
 
     with kept_generators(SEED):
         with_tensors(trace.holder, state, run)
-    return found, TraceRun({key: values[node].detach() for key, node in trace.results.items()}, written)
+    results = {key: values[node].detach() for key, node in trace.results.items()}
+    return found, TraceRun(results, written, trace.output and trace.output.tree(values))
 
 
 def dynamic(trace: StepTrace, leaves: Sequence[Any], layout: BatchLayout) -> set[fx.Node]:
@@ -135,6 +137,7 @@ def _run(
     result = _of(values[node])
     result.flops, result.saved = counter.get_total_flops() - before, saved
     node.meta["structured"], node.meta["shape"] = result.structured, result.shape
+    node.meta["number"] = type(values[node]) if isinstance(values[node], (bool, int, float)) else None
     node.meta["entries"] = entries_of(values[node])
     return result
 

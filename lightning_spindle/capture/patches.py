@@ -46,6 +46,18 @@ def as_scalar(value: Any) -> torch.Tensor:
     )
 
 
+def given(*values: Any) -> tuple[Any, ...]:
+    """What a step returns, as every rank is given it."""
+    return values
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number, or a tensor without dimensions that float64 holds."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, (bool, int, float))
+
+
 def length(value: Any) -> int:
     """``len``, as a traced graph calls it."""
     return len(value)

@@ -57,6 +57,8 @@ class Piece:
     sources: tuple[Source, ...]
     outputs: tuple[str, ...]
     build: Callable[[], Callable[..., tuple[Any, ...]]]
+    gives: bool = False
+    """Whether it gives no values to other operators, but what its rank is to have of the step's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class RowsRef:
 class PartRef:
     """A task's scalar that a total reads: the graph's result ``key``, as a tensor of ``shape``.
 
-    ``dtype`` is None for a number. ``differentiable``: a gradient flows back into it.
+    ``dtype`` is None for a number, of the class ``number``. ``differentiable``: a gradient flows back to it.
     """
 
     task: str
@@ -137,6 +139,42 @@ class PartRef:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     differentiable: bool
+    number: type = float
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A part of what a step returns that is the same in every step."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRef:
+    """A scalar that a step returns: a result of the graph, or an output of a total, by its key.
+
+    A number of the class ``number`` where that is not None, else a tensor of ``dtype``.
+    """
+
+    key: str
+    dtype: torch.dtype | None = None
+    number: type | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRef:
+    """Entry ``index`` of what a task's operator that runs on every rank was given (``patches.given``)."""
+
+    task: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a step returns beside its loss: a tree and its leaves (``trees.flatten``)."""
+
+    spec: TreeSpec
+    leaves: tuple[Constant | ResultRef | GivenRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +182,15 @@ class Total:
     """What a module's step computes from scalars of its tasks, run on every rank alike.
 
     ``build`` gives a callable from the sources' values to those of ``outputs``, which are "loss",
-    "log:<key>" and "out:<key>". ``parameters`` are the canonical names of those that it uses.
-    ``gives`` is what the step returns: "loss", "dict" or "nothing".
+    "log:<key>" and "out:<number>". ``parameters`` are the canonical names of those that it uses.
+    ``returned`` is what the step returns, where hooks see it and the step was taken apart.
     """
 
     sources: tuple[PartRef | RowsRef | BatchIndex, ...]
     outputs: tuple[str, ...]
     parameters: tuple[str, ...]
     logs: tuple[LogCall, ...]
-    gives: str
+    returned: Returned | None
     build: Callable[[], Callable[..., tuple[Any, ...]]]
 
 
@@ -161,8 +199,11 @@ class Capture:
     """A step of all tasks, taken apart.
 
     ``coarse`` maps operators that hold a task's whole step, because it could not be traced,
-    to the reason. Such a piece takes the leaves in order and returns (loss, logs) with
-    ``logs`` a list of (key, value, kwargs).
+    to the reason. Such a piece takes the leaves in order and returns (loss, logs, output) with
+    ``logs`` a list of (key, value, kwargs) and ``output`` what the step returned beside its loss.
+
+    ``listened``: hooks see what steps return. ``returned`` then says it for each task of a
+    ``MultiTaskModule`` whose step was taken apart; operators in ``giving`` have their part of it.
 
     The step of a module of its own, not of a ``MultiTaskModule``, has an ``arrangement`` and, for
     each set of tasks that a batch may hold, a total (with the logs), or a reason why such a batch
@@ -182,6 +223,13 @@ class Capture:
     refused: Mapping[frozenset[str], str] = field(default_factory=dict)
     written: Mapping[str, frozenset[str]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    listened: bool = False
+    returned: Mapping[str, Returned] = field(default_factory=dict)
+
+    @property
+    def giving(self) -> frozenset[str]:
+        """Operators that every rank runs for what it is given."""
+        return frozenset(name for name, piece in self.pieces.items() if piece.gives)
 
     @property
     def joining(self) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -13,6 +14,9 @@ from lightning_spindle.capture.attributes import Attributes
 from lightning_spindle.capture.errors import StepOutputError, TraceError
 from lightning_spindle.capture.evaluate import Holder
 from lightning_spindle.capture.pieces import LogCall
+
+if TYPE_CHECKING:
+    from lightning_spindle.capture.returned import TracedOutput
 
 
 @dataclass
@@ -31,8 +35,8 @@ class StepTrace:
     """Modules that could not be traced through and became operators, with the reason."""
     sizes: dict[str, fx.Node] = field(default_factory=dict)
     """Logged keys to the node that was given as ``batch_size``; of a module of its own."""
-    gives: str = "loss"
-    """What the step returns: see ``pieces.Total``."""
+    output: TracedOutput | None = None
+    """What the step returned, where hooks see it."""
     attributes: Attributes = field(default_factory=dict)
     """Plain attributes of the model that the step read."""
 
@@ -47,6 +51,8 @@ class Step:
     name: str
     operators: tuple[type[nn.Module], ...] = ()
     dataloader_idx: int | None = None
+    listened: bool = False
+    """Whether hooks see what the step returns."""
 
     @property
     def logging(self) -> Any:
@@ -60,28 +66,21 @@ class Step:
         return method(batch, *rest, *(() if self.dataloader_idx is None else (self.dataloader_idx,)))
 
 
-def results_of(step: Step, output: Any) -> dict[str, Any]:
-    """A step's loss and other scalars, by the keys of ``graph.Result``.
+def loss_of(step: Step, output: Any) -> Any:
+    """The loss in what a step returned; of a validation or test step, what it returned if that is a scalar.
 
     Raises:
-        StepOutputError: the step gives out something else.
-        TraceError: a training step gives no loss.
+        StepOutputError: a training step gives no tensor for its loss.
+        TraceError: it gives no loss.
     """
-    if isinstance(output, dict):
-        values = {"loss" if key == "loss" else f"out:{key}": value for key, value in output.items()}
-    else:
-        values = {} if output is None else {"loss": output}
-    if step.name == "training_step" and values.get("loss") is None:
+    if step.name != "training_step":
+        return output if isinstance(output, (fx.Proxy, torch.Tensor, int, float)) else None
+    if output is None:
         raise TraceError("training_step gives no loss")
-    if step.name == "training_step" and not isinstance(values["loss"], (fx.Proxy, torch.Tensor)):
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, (fx.Proxy, torch.Tensor)):
         raise StepOutputError(
-            f"task {step.task!r}: training_step returns a loss tensor, a dict with the key 'loss', or None; "
-            f"got {type(values['loss']).__name__}"
+            f"task {step.task!r}: training_step returns a loss tensor, a dict with the key 'loss', or None "
+            f"to be skipped; got {type(loss).__name__}"
         )
-    for key, value in values.items():
-        if not isinstance(value, (fx.Proxy, torch.Tensor, int, float)):
-            raise StepOutputError(
-                f"task {step.task!r}: {step.name} returns a {type(value).__name__} under "
-                f"{key.removeprefix('out:')!r}; Spindle gathers scalars only"
-            )
-    return values
+    return loss

@@ -21,8 +21,9 @@ from lightning_spindle.capture.blocks import find_blocks, is_leaf, is_metric
 from lightning_spindle.capture.errors import TraceError, reason_of
 from lightning_spindle.capture.evaluate import Holder, filled, plain_state, run_node, with_tensors
 from lightning_spindle.capture.pieces import LogCall
+from lightning_spindle.capture.returned import is_scalar, traced_output
 from lightning_spindle.capture.stacks import LAYER_STACKS
-from lightning_spindle.capture.step import Step, StepTrace, results_of
+from lightning_spindle.capture.step import Step, StepTrace, loss_of
 from lightning_spindle.capture.trees import unflatten
 from lightning_spindle.capture.watching import observe, unhooked
 
@@ -74,10 +75,13 @@ class StepTracer(fx.Tracer):
                 lambda task, key, value, kwargs: self.logged.append((key, value, kwargs)), self.step.logging
             ):
                 output = self.step(unflatten(own, spec), batch_idx)
-            found["gives"] = "nothing" if output is None else "dict" if isinstance(output, dict) else "loss"
             found["logs"], values = self._split_logs()
-            values = {**results_of(self.step, output), **values}
+            loss = loss_of(self.step, output)
+            if loss is not None and (self.step.name == "training_step" or is_scalar(loss)):
+                values = {"loss": loss, **values}
             found["results"] = {key: self._result(key, value) for key, value in values.items()}
+            if self.step.listened:
+                found["output"] = traced_output(self, self.step.name, output)
             return tuple(found["results"].values())
 
         def trace() -> fx.Graph:
@@ -106,7 +110,7 @@ class StepTracer(fx.Tracer):
             self.blocks,
             self.opaque,
             self.sizes,
-            found["gives"],
+            found.get("output"),
             self.attributes,
         )
 
@@ -271,6 +275,7 @@ class StepTracer(fx.Tracer):
                 args, kwargs = filled(node, lambda n: n.meta["shadow"])
                 shadow = node.meta["shadow"] = run_node(self.root, node, args, kwargs)
                 node.meta["dtype"] = getattr(shadow, "dtype", None)
+                node.meta["scalar"] = patches.is_scalar(shadow)
         except Exception:
             return  # the step itself will say so
         finally:

@@ -13,6 +13,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
@@ -30,6 +31,15 @@ def flatten(batch: Any, lists: Lists = frozenset()) -> tuple[list[Any], TreeSpec
 def unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     """The inverse of ``flatten``. Dataclasses are made without calling their ``__init__``."""
     return pytree.tree_unflatten(list(leaves), spec)
+
+
+def each_tensor(
+    change: Callable[[torch.Tensor], torch.Tensor], batch: Any, lists: Lists = frozenset()
+) -> Any:
+    """The batch with its tensors changed, also in containers that pytree does not know."""
+    leaves, spec = flatten(batch, lists)
+    plain = [list(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
+    return unflatten(pytree.tree_map_only(torch.Tensor, change, plain), spec)
 
 
 def leaf_names(batch: Any, lists: Lists = frozenset()) -> list[str]:

@@ -25,7 +25,7 @@ from lightning_spindle.capture.evaluate import (
     written_buffers,
 )
 from lightning_spindle.capture.flops import flop_counter
-from lightning_spindle.capture.step import Step, results_of
+from lightning_spindle.capture.step import Step
 from lightning_spindle.capture.trees import unflatten
 
 _INTERNAL = set(nn.Module().__dict__)
@@ -34,13 +34,13 @@ _HOOKS = [name for name in nn.Module().__dict__ if name.startswith("_forward_") 
 
 @dataclass(frozen=True)
 class StepRun:
-    """What a step did: results and logged values by key, FLOPs, and the buffers that it wrote.
+    """What a step did: what it returned, logged values by key, FLOPs, and the buffers that it wrote.
 
     ``rewritten`` names parameters that it changed itself, which only optimizers should, ``collected``
     containers of the model whose entries it changed.
     """
 
-    results: dict[str, Any]
+    output: Any
     logged: list[tuple[str, Any]]
     flops: float
     written: dict[str, torch.Tensor]
@@ -141,7 +141,7 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
             flop_counter() as counter,
             tasklog.sink(lambda task, key, value, kwargs: logged.append((key, value)), step.logging),
         ):
-            found.update(results_of(step, step(unflatten(copies, spec), 0)))
+            found["output"] = step(unflatten(copies, spec), 0)
         found["flops"] = counter.get_total_flops()
         found["written"] = written_buffers(holder, state, versions)
 
@@ -153,10 +153,11 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
         torch.set_grad_enabled(backward),
     ):
         with_tensors(holder, state, run)
-    flops, written = found.pop("flops"), found.pop("written")
     own = dict(step.model.named_parameters())
     rewritten += [n for n, p in own.items() if _memory(state[n]) != _memory(p)]  # by ``p.data = …``
-    return StepRun(found, logged, float(flops), written, rewritten, changed.collected)
+    return StepRun(
+        found["output"], logged, float(found["flops"]), found["written"], rewritten, changed.collected
+    )
 
 
 @contextmanager

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pickle import PicklingError
 from typing import Any
 
 import torch
 
+from lightning_spindle.capture import each_tensor
 from lightning_spindle.capture.pieces import BatchIndex, Capture, LeafRef, Source, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
@@ -243,8 +245,10 @@ class Engine:
             with operator_randomness(self._device, self.seed, iteration.index, name, rows[0]):
                 outputs = self._callables[name](*arguments)
             if name in self._capture.coarse:
-                loss, iteration.logs[name] = outputs
+                loss, iteration.logs[name], iteration.returned[name] = outputs
                 outputs = (loss,) if piece.outputs else ()
+            if piece.gives:
+                (iteration.given[run.task],), outputs = outputs, ()
             env.update(zip(piece.outputs, outputs, strict=True))
         leaving = [e.value for e in self._leaving.get(run.index, ())]
         given = [v for name in run.operators for v in self._capture.pieces[name].outputs]
@@ -352,13 +356,22 @@ class Engine:
         for run in self.program.runs:
             for name in run.operators:
                 if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
-                    logs = [
-                        (key, _detached(value), kwargs) for key, value, kwargs in iteration.logs.get(name, [])
-                    ]
-                    iteration.logs[name] = broadcast_object(
-                        logs, self._transport, self._device, run.devices[0]
-                    )
+                    self._tell(name, run, iteration)
         return {r: table[2 * i] for i, r in enumerate(results) if figures[2 * i + 1]}
+
+    def _tell(self, name: str, run: ProgramRun, iteration: Iteration) -> None:
+        """Every rank's logs, and output, of a step that one rank ran as one operator."""
+        logs = [(key, _detached(value), kwargs) for key, value, kwargs in iteration.logs.get(name, [])]
+        output = each_tensor(torch.Tensor.detach, iteration.returned.get(name))
+        try:
+            told = broadcast_object((logs, output), self._transport, self._device, run.devices[0])
+        except (PicklingError, AttributeError, TypeError) as e:
+            raise ValueError(
+                f"task {run.task}: its step returns what cannot be sent to the ranks whose hooks see it "
+                f"({e}); return tensors, numbers and strings, in dicts, lists and tuples"
+            ) from e
+        iteration.logs[name], output = told
+        iteration.returned[name] = each_tensor(lambda tensor: tensor.to(self._device), output)
 
     def _take_rows(self, iteration: Iteration, rows: list[float]) -> None:
         """Readers tell how many rows there were: the user's collating may drop some, or the batch."""

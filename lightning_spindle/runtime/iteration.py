@@ -83,6 +83,10 @@ class Iteration:
     results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
     logs: dict[str, list[tuple[str, Any, dict[str, Any]]]] = field(default_factory=dict)
     """What steps that could not be taken apart logged (key, value, options), by operator."""
+    returned: dict[str, Any] = field(default_factory=dict)
+    """What those returned beside their loss, by operator, where hooks see it."""
+    given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """What other steps give to every rank (``pieces.GivenRef``), by task."""
     buckets: list[PendingBucket] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
     """Runs whose backward is done; their inputs live until the next one starts."""

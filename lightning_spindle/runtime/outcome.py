@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_spindle.capture.pieces import BatchIndex, Capture, PartRef, RowsRef, Total
 from lightning_spindle.runtime.arranging import guessed_rows
 from lightning_spindle.runtime.iteration import Iteration
+from lightning_spindle.runtime.outputs import output_of, outputs_of_tasks, require_exact
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.replay import LOCAL_OPTIONS, replay_logs, task_losses
 from lightning_spindle.runtime.session import Step, TotalRun
@@ -63,17 +64,20 @@ def outcome_of(
         seed: of random numbers that a total draws.
     """
     if step.capture.arrangement is None:
-        return outcome_of_tasks(model, step.capture, iteration)
+        return outcome_of_tasks(model, step.capture, iteration, device)
     if active not in step.totals:
         return Outcome(None)
     return outcome_of_module(model, step, iteration, step.totals[active], device, seed)
 
 
-def outcome_of_tasks(model: LightningModule, captured: Capture, iteration: Iteration) -> Outcome:
+def outcome_of_tasks(
+    model: LightningModule, captured: Capture, iteration: Iteration, device: torch.device
+) -> Outcome:
     """Of a ``MultiTaskModule``: the weighted sum of its tasks' losses; logs under the tasks' names."""
     replay_logs(model, captured, iteration)
+    outputs = outputs_of_tasks(captured, iteration, device) if captured.listened else {}
     if not torch.is_grad_enabled():
-        return Outcome({})
+        return Outcome(outputs)
     losses = task_losses(model, iteration)
     if not losses:
         return Outcome(None)
@@ -81,7 +85,9 @@ def outcome_of_tasks(model: LightningModule, captured: Capture, iteration: Itera
     total = torch.stack([weights[task] * loss for task, loss in losses.items()]).sum()
     root = total.detach().requires_grad_()
     values = {r.value: (root, weights[r.task]) for r in iteration.results if r.is_loss}
-    return Outcome({"loss": root, "tasks": {task: {"loss": loss} for task, loss in losses.items()}}, values)
+    own = {task: {**(outputs.get(task) or {}), "loss": loss} for task, loss in losses.items()}
+    idle: dict[str, Any] = {task: {} for task in outputs if task not in losses}
+    return Outcome({"loss": root, "tasks": {task: (own | idle)[task] for task in [*outputs, *own]}}, values)
 
 
 def outcome_of_module(
@@ -100,6 +106,7 @@ def outcome_of_module(
         if isinstance(source, PartRef):
             if (source.task, source.key) not in given:
                 _replay_whole(model, step.capture, iteration)
+                outcome.output = _returned_whole(iteration)
                 return outcome
             arguments.append(_part(source, *given[source.task, source.key], device, outcome))
         elif isinstance(source, RowsRef):
@@ -107,21 +114,37 @@ def outcome_of_module(
         else:
             assert isinstance(source, BatchIndex)
             arguments.append(iteration.batch_idx)
-    if torch.is_grad_enabled() and run.total.gives != "nothing":  # else no backward takes them away again
+    if torch.is_grad_enabled() and "loss" in run.total.outputs:  # else no backward takes them away again
         foreign = run.foreign(step.program, step.engine.rank)
         outcome.handles += [p.register_hook(torch.zeros_like) for p in foreign]
     with operator_randomness(device, seed, iteration.index, "total", 0):
         values = dict(zip(run.total.outputs, run.function(*arguments), strict=True))
     _replay(model, step.capture, run.total, iteration, values)
-    own = {key.removeprefix("out:"): value for key, value in values.items() if not key.startswith("log:")}
-    outcome.output = {"nothing": None, "loss": own.get("loss"), "dict": own}[run.total.gives]
+    returned = run.total.returned
+    outcome.output = (
+        _returned_whole(iteration)
+        if returned is None
+        else output_of(returned, iteration, lambda ref: _detached(values[ref.key]))
+    )
+    if torch.is_grad_enabled():
+        outcome.output = {**(outcome.output or {}), "loss": values["loss"]}
     return outcome
+
+
+def _returned_whole(iteration: Iteration) -> Any:
+    """What a step that runs as one operator returned, where hooks see it."""
+    return next(iter(iteration.returned.values()), None)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _part(source: PartRef, name: str, value: Any, device: torch.device, outcome: Outcome) -> Any:
     """A task's scalar on the whole batch, as the step's own code would see it."""
+    require_exact(source.task, torch.as_tensor(value), source.dtype, source.number)
     if source.dtype is None:
-        return torch.as_tensor(value).item()
+        return source.number(torch.as_tensor(value).item())
     tensor = torch.as_tensor(value, device=device).to(source.dtype).reshape(source.shape)
     if not (source.differentiable and torch.is_grad_enabled()):
         return tensor

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import feeding, planning
 from lightning_spindle.runtime.objects import broadcast_object, require_agreement
+from lightning_spindle.runtime.outputs import agree_on_listeners
 from lightning_spindle.runtime.session import Session, StepExample, build_session
 from lightning_spindle.runtime.transport import LocalTransport, ProcessGroupTransport, Transport
 
@@ -66,6 +67,7 @@ def prepare(
     trainer, device = model.trainer, strategy.root_device
     examples = feeding.examples(trainer, strategy, settings.row_loading)
     examples = feeding.agree_on_rows(examples, transport, device)
+    examples = agree_on_listeners(trainer, examples, transport, device)
     session = build_session(
         model,
         examples,

@@ -34,7 +34,7 @@ class StepExample:
     ``arrangement`` says how the step gets them, where the model is no ``MultiTaskModule``. Loaders
     named in ``drawing`` move the generators of the process that reads them, those in ``varying`` are
     collated by user code, which may leave out an optional part of a batch; those in ``by_rows`` are read row
-    by row, each rank's own.
+    by row, each rank's own. ``listened``: hooks see what the step returns beside its loss.
     """
 
     batches: Mapping[str, Any]
@@ -43,6 +43,7 @@ class StepExample:
     drawing: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
     by_rows: frozenset[str] = frozenset()
+    listened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class Ground:
             example.layouts,
             operators=self.operators,
             arrangement=example.arrangement,
+            listened=example.listened,
         )
         require_agreement("the captured graph", _lines(captured), self.transport, self.device)
         return captured

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from lightning_spindle.capture import flatten, unflatten
+from lightning_spindle.capture import each_tensor, flatten
 from lightning_spindle.capture.layout import layout_like, leaf_kind
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.program import follow, holders
@@ -156,7 +155,7 @@ class Variants:
                 lists = self._known[task][0][1].lists
                 given = batches[task] if self._transport.rank == reader else None
                 shared = broadcast_object(given, self._transport, self._device, reader)
-                self._learn(task, _each(lambda tensor: tensor.to(self._device), shared, lists))
+                self._learn(task, each_tensor(lambda tensor: tensor.to(self._device), shared, lists))
                 codes[task] = _FIRST + len(self._known[task]) - 1
 
     def _learn(self, task: str, batch: Any) -> None:
@@ -172,14 +171,7 @@ class Variants:
         rank_zero_info(
             f"task {task}: batches of another structure, {_difference(self._known[task][0][1], layout)}"
         )
-        self._known[task].append((_each(torch.clone, batch, layout.lists), layout))
-
-
-def _each(change: Callable[[torch.Tensor], torch.Tensor], batch: Any, lists: frozenset[str]) -> Any:
-    """The batch with its tensors changed, also in containers that pytree does not know."""
-    leaves, spec = flatten(batch, lists)
-    plain = [list(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-    return unflatten(tree_map_only(torch.Tensor, change, plain), spec)
+        self._known[task].append((each_tensor(torch.clone, batch, layout.lists), layout))
 
 
 def _difference(first: BatchLayout, layout: BatchLayout) -> str:

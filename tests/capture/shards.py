@@ -65,7 +65,7 @@ def run(made: Capture, batches: dict[str, Any], parts: Sequence[int]) -> Results
                     args.append(0)
             given.append((function(*args), last - first))
         if operator.name in made.coarse:
-            (loss, logs), _ = given[0]
+            (loss, logs, _), _ = given[0]
             results[task, "loss"] = loss
             results |= {(task, f"log:{key}"): value for key, value, _ in logs}
             continue

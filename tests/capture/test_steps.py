@@ -230,8 +230,8 @@ def test_a_coarse_step_must_not_log_metric_objects() -> None:
     assert model.tasks["t"].accuracy.update_count == 0
 
 
-def test_other_outputs_are_refused_by_name() -> None:
-    class Strange(LightningModule):
+def test_outputs_with_rows_are_given_to_every_rank_where_hooks_see_them() -> None:
+    class Featured(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 2)
@@ -240,8 +240,14 @@ def test_other_outputs_are_refused_by_name() -> None:
             y = self.layer(batch["x"])
             return {"loss": y.mean(), "features": y}
 
-    with pytest.raises(ValueError, match=r"'t'.*features"):
-        captured(multitask(t=Strange()), {"t": {"x": rows(7, 4)}})
+    alone, heard = (
+        captured(multitask(t=Featured()), {"t": {"x": rows(7, 4)}}, listened=listened)
+        for listened in (False, True)
+    )
+    assert not alone.giving
+    assert heard.giving == {"t/given"}
+    planned = [(o.name, o.layout) for o in alone.graph.operators]
+    assert [(o.name, o.layout) for o in heard.graph.operators] == [*planned, ("t/given", Layout.EVERYWHERE)]
 
 
 def test_random_glue_is_in_one_operator() -> None:

@@ -10,6 +10,7 @@ from tests.faults.files import (
     HALF_A_MODEL,
     KINDS,
     MISSING,
+    OUTPUTS,
     PARAMETERS,
     ROW_LOADING,
     SAMPLERS,
@@ -19,6 +20,47 @@ from tests.faults.files import (
 )
 
 FAULTS = (
+    Fault(
+        "hooks-hear-the-loss-alone",
+        "lightning_spindle.runtime.outputs:listens",
+        bodies.returns(False),
+        (
+            f"{OUTPUTS}::test_outputs_of_tasks",
+            f"{OUTPUTS}::test_outputs_in_a_tasks_own_hooks",
+            f"{OUTPUTS}::test_outputs_of_a_module_of_its_own",
+            f"{OUTPUTS}::test_which_callbacks_listen",
+        ),
+    ),
+    Fault(
+        "outputs-sent-to-nobody",
+        "lightning_spindle.runtime.outputs:listens",
+        bodies.returns(True),
+        (f"{OUTPUTS}::test_without_listeners_nothing_is_given_to_other_ranks",),
+    ),
+    Fault(
+        "outputs-as-the-exchange-has-them",
+        "lightning_spindle.runtime.outputs:_scalar",
+        lambda original: lambda task, results, device, ref: results[task, ref.key],
+        (f"{OUTPUTS}::test_outputs_of_tasks",),
+    ),
+    Fault(
+        "late-listeners-hear-nothing",
+        "lightning_spindle.runtime.outputs:require_expected",
+        bodies.does_nothing,
+        (f"{OUTPUTS}::test_a_listener_on_one_rank_hears_and_one_that_comes_late_is_refused",),
+    ),
+    Fault(
+        "outputs-of-one-operator-not-told",
+        "lightning_spindle.runtime.outcome:_returned_whole",
+        bodies.returns(None),
+        (f"{OUTPUTS}::test_outputs_of_a_step_that_runs_as_one_operator",),
+    ),
+    Fault(
+        "large-integers-rounded",
+        "lightning_spindle.runtime.outputs:require_exact",
+        bodies.does_nothing,
+        (f"{OUTPUTS}::test_integers_that_the_exchange_would_round_are_refused",),
+    ),
     Fault(
         "strategy-not-registered",
         "lightning_spindle._registration:_register",
