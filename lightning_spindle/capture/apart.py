@@ -170,7 +170,7 @@ def verify(step: Step, leaves: Sequence[Any], spec: TreeSpec, traced: TraceRun) 
         TraceError: they differ.
     """
     done = untouched.run_step(step, leaves, spec, SEED)
-    _require_not_rewritten(done.rewritten)
+    _require_not_rewritten(done.effects.rewritten)
     own = {f"log:{k}": v for k, v in done.logged if not isinstance(v, nn.Module)}
     own["loss"] = loss_of(step, done.output)
     for key, value in traced.results.items():

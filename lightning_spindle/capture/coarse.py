@@ -13,12 +13,13 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spindle import tasklog
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.errors import CaptureWarning
+from lightning_spindle.capture.inspecting import inspected
 from lightning_spindle.capture.patches import is_scalar
 from lightning_spindle.capture.pieces import BatchIndex, LeafRef, Piece, Source
 from lightning_spindle.capture.returned import beside_loss
 from lightning_spindle.capture.step import Step, loss_of
 from lightning_spindle.capture.trees import unflatten
-from lightning_spindle.capture.untouched import StepRun, run_step
+from lightning_spindle.capture.untouched import Effects, StepRun, run_step
 from lightning_spindle.graph import Layout, Operator, Reduction, Result, Value
 
 _METRIC = (
@@ -55,18 +56,15 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
     )
     names = {id(b): name for name, b in step.model.named_buffers()}
     buffers = {names[id(b)]: b for b in step.module.buffers()}
-    done = StepRun(None, [], 0.0, buffers)
+    done, watched = StepRun(None, [], 0.0, buffers, Effects()), False
     try:
-        done = run_step(step, leaves, spec, seed=0)
+        done, watched = run_step(step, leaves, spec, seed=0), True
     except Exception:
-        pass  # it needs the trainer: what it logs is seen when it runs, its buffers count as written
+        pass  # it needs the trainer: what it does is seen when it runs, its buffers count as written
     gives_loss = step.name == "training_step" or is_scalar(done.output)
     if done.output is not None and step.name == "training_step":
         loss_of(step, done.output)
-    if done.rewritten:
-        raise ValueError(_REWRITTEN.format(task=step.task, step=step.name, names=", ".join(done.rewritten)))
-    if done.collected:
-        raise ValueError(_COLLECTED.format(task=step.task, step=step.name, names=", ".join(done.collected)))
+    _refuse_effects(step, done.effects)
     for key, value in done.logged:
         _refuse_metric(step, key, value, reason)
     value = f"{step.task}/loss"
@@ -83,7 +81,7 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
         forward_flops=done.flops,
     )
     sources: tuple[Source, ...] = (*(LeafRef(i) for i in range(len(leaves))), BatchIndex())
-    piece = Piece(name, sources, outputs, _CoarseBuilder(step, spec, reason))
+    piece = Piece(name, sources, outputs, _CoarseBuilder(step, spec, reason, watched))
     return Parts(
         operators=[operator],
         values=[Value(v, None, 1, 4, differentiable=True) for v in outputs],
@@ -99,13 +97,24 @@ def _refuse_metric(step: Step, key: str, value: Any, reason: str) -> None:
         raise ValueError(_METRIC.format(task=step.task, step=step.name, key=key, reason=reason))
 
 
+def _refuse_effects(step: Step, effects: Effects) -> None:
+    for names, message in ((effects.rewritten, _REWRITTEN), (effects.collected, _COLLECTED)):
+        if names:
+            raise ValueError(message.format(task=step.task, step=step.name, names=", ".join(names)))
+
+
 @dataclass(frozen=True)
 class _CoarseBuilder:
+    """``watched``: capture has seen what the step does to the model, and put it back."""
+
     step: Step
     spec: TreeSpec
     reason: str
+    watched: bool
 
     def __call__(self) -> Callable[..., tuple[Any, ...]]:
+        looked = self.watched
+
         def run(*given: Any) -> tuple[Any, list[tuple[str, Any, dict[str, Any]]], Any]:
             *leaves, batch_idx = given
             logs: list[tuple[str, Any, dict[str, Any]]] = []
@@ -114,8 +123,14 @@ class _CoarseBuilder:
                 _refuse_metric(self.step, key, value, self.reason)
                 logs.append((key, value, kwargs))
 
-            with tasklog.sink(receive, self.step.logging):
+            nonlocal looked
+            with (
+                inspected(self.step.model, thoroughly=not looked) as effects,
+                tasklog.sink(receive, self.step.logging),
+            ):
                 output = self.step(unflatten(leaves, self.spec), batch_idx)
+            _refuse_effects(self.step, effects)
+            looked = True
             loss = output if is_scalar(output) else None
             if self.step.name == "training_step" and output is not None:
                 loss = loss_of(self.step, output)

@@ -28,7 +28,7 @@ from lightning_spindle.capture.flops import flop_counter
 from lightning_spindle.capture.step import Step
 from lightning_spindle.capture.trees import unflatten
 
-_INTERNAL = set(nn.Module().__dict__)
+INTERNAL = set(nn.Module().__dict__)
 _HOOKS = [name for name in nn.Module().__dict__ if name.startswith("_forward_") and "hooks" in name]
 
 
@@ -36,14 +36,20 @@ _HOOKS = [name for name in nn.Module().__dict__ if name.startswith("_forward_") 
 class StepRun:
     """What a step did: what it returned, logged values by key, FLOPs, and the buffers that it wrote.
 
-    ``rewritten`` names parameters that it changed itself, which only optimizers should, ``collected``
-    containers of the model whose entries it changed.
+    ``effects`` are those that are right on one rank only.
     """
 
     output: Any
     logged: list[tuple[str, Any]]
     flops: float
     written: dict[str, torch.Tensor]
+    effects: Effects
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Names of parameters that a step changed itself, and of containers whose entries it changed."""
+
     rewritten: list[str] = field(default_factory=list)
     collected: list[str] = field(default_factory=list)
 
@@ -65,7 +71,7 @@ def kept_attributes(model: nn.Module) -> Iterator[Changes]:
     """
     changed = Changes()
     saved = [
-        (name, m, {k: (v, _entries(v)) for k, v in vars(m).items() if k not in _INTERNAL})
+        (name, m, {k: (v, _entries(v)) for k, v in vars(m).items() if k not in INTERNAL})
         for name, m in model.named_modules()
         if not is_metric(m)
     ]
@@ -97,12 +103,12 @@ def _entries(value: Any) -> Any:
 def _restore(name: str, module: nn.Module, before: dict[str, tuple[Any, Any]]) -> Changes:
     changed = Changes()
     own = vars(module)
-    for key in [k for k in own if k not in _INTERNAL and k not in before]:
+    for key in [k for k in own if k not in INTERNAL and k not in before]:
         del own[key]
         changed.attributes.append(f"{name}.{key}")
     for key, (value, entries) in before.items():
         same = key in own and own[key] is value
-        if entries is not None and not _same_entries(value, entries):
+        if entries is not None and not same_entries(value, entries):
             same = False
             changed.collected.append(f"{name}.{key}")
             if isinstance(value, list):
@@ -116,7 +122,8 @@ def _restore(name: str, module: nn.Module, before: dict[str, tuple[Any, Any]]) -
     return changed
 
 
-def _same_entries(value: Any, entries: Any) -> bool:
+def same_entries(value: Any, entries: Any) -> bool:
+    """Whether a container has the very entries of a copy."""
     if len(value) != len(entries):
         return False
     if isinstance(value, dict):
@@ -154,9 +161,13 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
     ):
         with_tensors(holder, state, run)
     own = dict(step.model.named_parameters())
-    rewritten += [n for n, p in own.items() if _memory(state[n]) != _memory(p)]  # by ``p.data = …``
+    rewritten += [n for n, p in own.items() if memory(state[n]) != memory(p)]  # by ``p.data = …``
     return StepRun(
-        found["output"], logged, float(found["flops"]), found["written"], rewritten, changed.collected
+        found["output"],
+        logged,
+        float(found["flops"]),
+        found["written"],
+        Effects(rewritten, changed.collected),
     )
 
 
@@ -164,7 +175,7 @@ def run_step(step: Step, leaves: Sequence[Any], spec: TreeSpec, seed: int) -> St
 def kept_parameters(model: nn.Module) -> Iterator[list[str]]:
     """Parameters that are written to inside have their values back afterwards; the list then names them."""
     rewritten: list[str] = []
-    watch = _Writes({_memory(p): (name, p) for name, p in model.named_parameters()})
+    watch = _Writes({memory(p): (name, p) for name, p in model.named_parameters()})
     try:
         with watch:
             yield rewritten
@@ -195,12 +206,12 @@ class _Writes(TorchDispatchMode):
     def _keep(self, given: Any) -> None:
         for tensor in given if isinstance(given, (list, tuple)) else [given]:
             name, parameter = (
-                self.known.get(_memory(tensor), (None, None)) if tensor is not None else (None, None)
+                self.known.get(memory(tensor), (None, None)) if tensor is not None else (None, None)
             )
             if name is not None and parameter is not None and name not in self.before:
                 self.before[name] = (parameter, parameter.detach().clone())
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory(tensor: torch.Tensor) -> int:
     """Of the memory behind a tensor that is alive."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

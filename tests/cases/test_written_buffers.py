@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_spindle import inspect
+from tests.strategy.ending import assert_all_ended, watch_fit
 from tests.support.fitting import assert_same_fit, plain_fit, spindle_fit
 from tests.support.small import (
     Layer,
@@ -191,6 +192,82 @@ def test_values_collected_by_a_step_are_refused() -> None:
     """Only the rank that runs the step would have them in on_train_epoch_end."""
     with pytest.raises(ValueError, match=r"changes the entries of tasks.a.losses.*on_train_batch_end"):
         inspect(multi({"a": Collecting()}), together(a=Validated(samples(8, 1), [5, 3])))
+
+
+class Asking(Small):
+    """Asks the trainer, so that capture cannot run the step: only real iterations show what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.teacher = Layer(3, 1), Layer(3, 1)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self.tower(batch["x"]) - self.teacher(batch["x"]) - self.seen, batch["y"])
+        if self.trainer.global_step >= 0:
+            self.effect(loss.detach())
+        return loss
+
+    def effect(self, loss: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class Counting(Asking):
+    """Assigns a buffer, in the second epoch."""
+
+    def effect(self, loss: torch.Tensor) -> None:
+        if self.current_epoch == 1:
+            self.seen = 0.5 * self.seen + loss
+
+
+class Keeping(Asking):
+    def effect(self, loss: torch.Tensor) -> None:
+        if self.current_epoch == 1:
+            self.losses.append(loss)
+
+
+class Following(Asking):
+    def effect(self, loss: torch.Tensor) -> None:
+        self.teacher.linear.weight.data.mul_(0.9)
+
+
+class Replacing(Asking):
+    def effect(self, loss: torch.Tensor) -> None:
+        if self.current_epoch == 1:
+            self.teacher.linear.weight.data = 0.9 * self.teacher.linear.weight.data
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spindle.capture.CaptureWarning")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Keeping, r"task 'a'.*changes the entries of tasks.a.losses.*on_train_batch_end"),
+        (Following, r"task 'a'.*changes parameters itself \(tasks.a.teacher.linear.weight\).*hook"),
+        (Replacing, r"task 'a'.*changes parameters itself \(tasks.a.teacher.linear.weight\).*hook"),
+    ],
+    ids=["Keeping", "Following", "Replacing"],
+)
+def test_what_only_a_real_iteration_shows_is_refused(kind: type[Asking], message: str) -> None:
+    outcomes = watch_fit(
+        2,
+        lambda rank: multi({"a": kind(), "b": Scaled()}),
+        lambda rank: data(),
+        options=lambda rank: {"max_epochs": 2, "max_steps": -1},
+    )
+    assert_all_ended(outcomes, message)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spindle.capture.CaptureWarning")
+def test_buffers_that_only_a_real_iteration_shows_are_shared() -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        return multi({"a": Counting(), "b": Scaled()})
+
+    options = {"max_epochs": 2, "max_steps": -1}
+    ours = forced_fit(model, data, 2, {"a/": (1,), "b/": (0, 1)}, **options)
+    assert_same_fit(ours, plain_fit(model, data, **options))
 
 
 class Floating(Small):

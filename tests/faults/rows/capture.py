@@ -106,9 +106,21 @@ FAULTS = (
     ),
     Fault(
         "entries-of-lists-not-compared",
-        "lightning_spindle.capture.untouched:_same_entries",
+        "lightning_spindle.capture.untouched:same_entries",
         bodies.returns(True),
         (f"{BUFFERS}::test_values_collected_by_a_step_are_refused",),
+    ),
+    Fault(
+        "unwatched-steps-trusted",
+        "lightning_spindle.capture.coarse:_refuse_effects",
+        bodies.does_nothing,
+        (f"{BUFFERS}::test_what_only_a_real_iteration_shows_is_refused",),
+    ),
+    Fault(
+        "first-real-iteration-not-looked-at-closely",
+        "lightning_spindle.capture.inspecting:inspected",
+        lambda original: lambda model, thoroughly: original(model, False),
+        (f"{BUFFERS}::test_what_only_a_real_iteration_shows_is_refused[Following]",),
     ),
     Fault(
         "first-sample-tells-all-rows",
