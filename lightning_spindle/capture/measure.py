@@ -60,6 +60,7 @@ def measure(
     own = {_identity(p) for p in state.values()}
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Measured] = {}
+    alive: list[torch.Tensor] = []
 
     def run() -> None:
         by_leaf = dict(zip(trace.leaves, leaves, strict=True))
@@ -69,7 +70,7 @@ def measure(
                     values[node] = by_leaf.get(node, 0)
                     found[node] = _of(values[node])
                 elif node.op != "output":
-                    found[node] = _run(trace, node, values, own, counter, backward)
+                    found[node] = _run(trace, node, values, own, alive, counter, backward)
         written.update(written_buffers(trace.holder, state, versions))
 
     with kept_generators(SEED):
@@ -111,6 +112,7 @@ def _run(
     node: fx.Node,
     values: dict[fx.Node, Any],
     own: set[int],
+    alive: list[torch.Tensor],
     counter: FlopCounterMode,
     backward: bool,
 ) -> Measured:
@@ -119,8 +121,7 @@ def _run(
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _identity(tensor) not in own:
             saved[_identity(tensor)] = tensor.untyped_storage().nbytes()
-        # A node that kept its own result (tanh does) would never be freed, nor what leads to it.
-        return tensor.detach()
+        return _kept(tensor, alive)
 
     before = counter.get_total_flops()
     with (
@@ -140,6 +141,17 @@ def _run(
     node.meta["number"] = type(values[node]) if isinstance(values[node], (bool, int, float)) else None
     node.meta["entries"] = entries_of(values[node])
     return result
+
+
+def _kept(tensor: torch.Tensor, alive: list[torch.Tensor]) -> torch.Tensor:
+    """What autograd keeps of a tensor, and its memory until all nodes were measured.
+
+    Of itself a node's own result (tanh keeps it) would never be freed, nor what leads to it. Memory that is
+    freed and given out again would pass for the same, on some ranks and not on others.
+    """
+    kept = tensor.detach()
+    alive.append(kept)
+    return kept
 
 
 def _identity(tensor: torch.Tensor) -> int:

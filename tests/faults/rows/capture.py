@@ -111,6 +111,14 @@ FAULTS = (
         (f"{BUFFERS}::test_values_collected_by_a_step_are_refused",),
     ),
     Fault(
+        "freed-memory-taken-for-the-same",
+        "lightning_spindle.capture.measure:_kept",
+        lambda original: lambda tensor, alive: tensor.detach(),
+        (
+            "tests/capture/test_steps.py::test_memory_that_is_freed_at_once_is_counted_whatever_comes_after_it",
+        ),
+    ),
+    Fault(
         "unwatched-steps-trusted",
         "lightning_spindle.capture.coarse:_refuse_effects",
         bodies.does_nothing,
