@@ -114,10 +114,8 @@ def expected(model: MultiTaskModule, batches: dict[str, Any], step: str = "train
         del leaves, spec
         with tasklog.sink(lambda _, key, value, kwargs, to=logged: to.append((key, value))):
             output = getattr(module, step)(copy.deepcopy(batches[task]), 0)
-        if isinstance(output, dict):
-            results |= {(task, k if k == "loss" else f"out:{k}"): v for k, v in output.items()}
-        elif output is not None:
-            results[task, "loss"] = output
+        if output is not None:
+            results[task, "loss"] = output["loss"] if isinstance(output, dict) else output
         results |= {(task, f"log:{key}"): value for key, value in logged if not isinstance(value, nn.Module)}
     return results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lightning_spindle.capture import CaptureWarning
 from lightning_spindle.planner.contraction import contract
 from tests.projects import encoders
-from tests.support.fitting import assert_same_fit, captured, plain_fit, spindle_fit
+from tests.support.fitting import Fit, assert_same_fit, captured, plain_fit, spindle_fit
 from tests.support.library import require
 
 OPTIONS = {"max_epochs": 2, "max_steps": -1}
@@ -20,10 +21,15 @@ def _transformers() -> None:
     require("transformers")
 
 
-def test_equal_to_one_process() -> None:
+@functools.cache
+def reference() -> Fit:
+    return plain_fit(encoders.model, encoders.data, **OPTIONS)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_equal_to_one_process(devices: int) -> None:
     """Two epochs with validation, batches of unlike lengths and ragged last ones."""
-    reference = plain_fit(encoders.model, encoders.data, **OPTIONS)
-    assert_same_fit(spindle_fit(encoders.model, encoders.data, 3, **OPTIONS), reference)
+    assert_same_fit(spindle_fit(encoders.model, encoders.data, devices, **OPTIONS), reference())
 
 
 def test_layers_are_operators() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import pytest
+
 from lightning_spindle import inspect
 from lightning_spindle.graph import Layout
 from tests.projects import frozen_backbone
@@ -17,9 +19,10 @@ def reference() -> Fit:
     return plain_fit(frozen_backbone.model, frozen_backbone.data, **OPTIONS)
 
 
-def test_equal_to_one_process() -> None:
+@pytest.mark.parametrize("devices", [2, 4])
+def test_equal_to_one_process(devices: int) -> None:
     """Two epochs with validation: every parameter, loss, metric and buffer."""
-    ours = spindle_fit(frozen_backbone.model, frozen_backbone.data, 3, **OPTIONS)
+    ours = spindle_fit(frozen_backbone.model, frozen_backbone.data, devices, **OPTIONS)
     assert_same_fit(ours, reference())
 
 

@@ -11,12 +11,20 @@ from tests.support.ranks import run_ranks
 from tests.support.scripts import run_script
 
 
+def trained(strategy: str, devices: int, result: Path) -> dict[str, Any]:
+    """By the project's own ``main``, in forked processes."""
+    arguments = (strategy, str(devices), str(result))
+    run_ranks(lambda rank, size: dict_batch.main(*arguments), devices, timeout_s=120, init_group=False)
+    return torch.load(result)
+
+
 def test_only_the_strategy_changes(tmp_path: Path) -> None:
-    """The project's script, launched; what is equal to it is trained in one process."""
-    ours, theirs = str(tmp_path / "ours.pt"), str(tmp_path / "theirs.pt")
-    run_script(dict_batch.__file__, ["spindle", "2", ours], timeout_s=180, cwd=tmp_path).check()
-    run_ranks(lambda rank, size: dict_batch.main("auto", "1", theirs), 1, init_group=False)
-    assert_same(torch.load(ours), torch.load(theirs))
+    """The project's script, launched on 2 processes, and what it does on 4 as in one."""
+    result = tmp_path / "launched.pt"
+    run_script(dict_batch.__file__, ["spindle", "2", str(result)], timeout_s=180, cwd=tmp_path).check()
+    plain = trained("auto", 1, tmp_path / "plain.pt")
+    assert_same(torch.load(result), plain)
+    assert_same(trained("spindle", 4, tmp_path / "four.pt"), plain)
 
 
 def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
