@@ -32,7 +32,7 @@ from lightning_spindle.graph import Layout, Operator, Reading, Reduction, Result
 
 @dataclass
 class Parts:
-    """A task's share of a capture. ``touched``: operator to the buffers that it reads and writes.
+    """A task's share of a capture. ``written``, ``read``: operator to the buffers that it writes and reads.
 
     ``returned`` is None where no hook sees it, and of what could not be taken apart.
     """

@@ -8,20 +8,29 @@ from typing import Any
 
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 
+_HOOK = "on_train_epoch_start"
+
 
 @contextmanager
 def completed_for_finetuning(
     callbacks: Iterable[Callback], complete: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Inside, hooks of finetuning callbacks that look at parameters run inside ``complete()``."""
-    finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
-    for callback in finetuning:
-        callback.on_train_epoch_start = _inside(complete, callback.on_train_epoch_start)
+    """Inside, hooks of finetuning callbacks that look at parameters run inside ``complete()``.
+
+    Afterwards the callbacks have what they had, be it a hook of their own.
+    """
+    before = [
+        (callback, vars(callback).copy()) for callback in callbacks if isinstance(callback, BaseFinetuning)
+    ]
+    for callback, _ in before:
+        setattr(callback, _HOOK, _inside(complete, getattr(callback, _HOOK)))
     try:
         yield
     finally:
-        for callback in finetuning:
-            vars(callback).pop("on_train_epoch_start", None)
+        for callback, own in before:
+            delattr(callback, _HOOK)
+            if _HOOK in own:
+                setattr(callback, _HOOK, own[_HOOK])
 
 
 def _inside(
