@@ -238,7 +238,7 @@ def test_a_rank_with_half_a_model_needs_half_of_its_memory() -> None:
     Against parameters, gradients and optimizer state of one process. ``python -m benchmarking.memory`` is the
     same at 100 M parameters.
     """
-    width = 1000
+    width = 1400
     state_bytes = memory.STATE_BYTES * memory.parameters_of(width)
     for peaks in run_ranks(lambda rank, size: memory.measured_fit(width, size), 2):
         shares = {phase: peak / state_bytes for phase, peak in peaks.items()}
