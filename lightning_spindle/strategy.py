@@ -395,6 +395,8 @@ class SpindleStrategy(ProcessStrategy):
     def on_validation_end(self) -> None:
         # And validation may have written some that training reads.
         self.on_validation_start()
+        if self._session is not None and self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self._session.state.consolidate()
 
     on_test_end = on_validation_end
 
