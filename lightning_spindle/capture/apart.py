@@ -139,10 +139,10 @@ def _traced_until_equal(
     with untouched.kept_attributes(step.model):
         traces = [_trace(step, leaves, spec, closed, 11)]
         for seed in (12, 13):
-            with untouched.kept_attributes(step.model) as changed:
+            with untouched.kept_attributes(step.model) as effects:
                 traces.append(_trace(step, leaves, spec, closed, seed))
-            if changed.attributes:
-                names = ", ".join(changed.attributes)
+            if effects.changes:
+                names = ", ".join(dict.fromkeys(change.name for change in effects.changes))
                 raise TraceError(f"the step changes attributes of the model: {names}")
             if _text(traces[-2]) == _text(traces[-1]):
                 return traces[-1]

@@ -1,4 +1,4 @@
-"""What a step does to the model in its real iterations, where it would be right on one rank only.
+"""What a step does to the model in its real iterations.
 
 In capture a step is run with everything put back afterwards (``untouched``). One that needs the trainer
 cannot be, and what another does may depend on what its code remembers.
@@ -6,44 +6,58 @@ cannot be, and what another does may depend on what its code remembers.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_spindle.capture import untouched
-from lightning_spindle.capture.blocks import is_metric
+from lightning_spindle.capture.contents import INTERNAL, Contents
+from lightning_spindle.capture.writes import memory
+
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_LIGHTNING = frozenset(vars(LightningModule()))
 
 
 @contextmanager
 def inspected(model: nn.Module, thoroughly: bool) -> Iterator[untouched.Effects]:
-    """What is yielded says afterwards which parameters and containers of ``model`` were changed inside.
+    """What is yielded says afterwards what was changed inside: parameters, attributes, what is registered.
 
-    ``thoroughly``: writes that a parameter does not know of (to ``p.data``) are seen too, which takes a look
+    ``thoroughly``: writes that a tensor does not know of (through ``.data``) are seen too, which takes a look
     at each operation.
     """
     effects = untouched.Effects()
-    parameters = {name: (p, untouched.memory(p), p._version) for name, p in model.named_parameters()}
-    containers = _containers(model)
-    with untouched.kept_parameters(model) if thoroughly else nullcontext(effects.rewritten) as written:
+    parameters = {name: (p, memory(p), p._version) for name, p in model.named_parameters()}
+    registered = _registered(model)
+    effects.contents = contents = Contents(model, clones=False, skipped=_skipped)
+    kept = untouched.kept_parameters(model) if thoroughly else nullcontext(effects.rewritten)
+    with kept as written, contents.watched(thoroughly):
         yield effects
-    changed = [
-        n for n, (p, memory, v) in parameters.items() if untouched.memory(p) != memory or p._version != v
-    ]
+    changed = [n for n, (p, where, v) in parameters.items() if memory(p) != where or p._version != v]
     effects.rewritten[:] = dict.fromkeys([*written, *changed])
-    effects.collected.extend(
-        name for name, (value, entries) in containers.items() if not untouched.same_entries(value, entries)
-    )
+    effects.registered += _different(registered, _registered(model))
+    effects.changes += contents.changes()
 
 
-def _containers(model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Lists, dicts and sets of the user's modules, with copies."""
-    return {
-        f"{path}.{name}": (value, copy.copy(value))
-        for path, module in model.named_modules()
-        if not is_metric(module) and not type(module).__module__.startswith("torch.")
-        for name, value in vars(module).items()
-        if name not in untouched.INTERNAL and isinstance(value, (list, dict, set))
-    }
+def _skipped(module: nn.Module) -> Collection[str]:
+    """Lightning and torch keep their own attributes; the train flag may be changed by a step."""
+    own: Collection[str] = INTERNAL | _LIGHTNING if isinstance(module, LightningModule) else INTERNAL
+    if type(module).__module__.startswith("torch."):
+        own = vars(module).keys()
+    return set(own) - {"training"}
+
+
+def _registered(model: nn.Module) -> dict[str, Any]:
+    """Children by name; names of parameters and buffers, whose values are looked at elsewhere."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for registry in _REGISTRIES:
+            for name, value in vars(module)[registry].items():
+                found[f"{path}.{name}".lstrip(".")] = value if registry == "_modules" else registry
+    return found
+
+
+def _different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in {**before, **now} if before.get(name) is not now.get(name)]

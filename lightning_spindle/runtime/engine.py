@@ -10,23 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pickle import PicklingError
 from typing import Any
 
 import torch
 
-from lightning_spindle.capture import each_tensor
 from lightning_spindle.capture.pieces import BatchIndex, Capture, LeafRef, Source, ValueRef
 from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
 from lightning_spindle.runtime.gradients import reduce_bucket
 from lightning_spindle.runtime.iteration import Iteration, Mark, RunState, TaskBatch
 from lightning_spindle.runtime.messages import Messenger, Received
-from lightning_spindle.runtime.objects import broadcast_object
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rowneeds import Needs, no_rows, reads_batch, rows_needed
 from lightning_spindle.runtime.rows import Rows, cut, join, meeting, summed
 from lightning_spindle.runtime.sharding import broadcast_values
+from lightning_spindle.runtime.telling import tell
 from lightning_spindle.runtime.transport import Transport, everyone
 from lightning_spindle.timeline import Category
 
@@ -245,7 +243,7 @@ class Engine:
             with operator_randomness(self._device, self.seed, iteration.index, name, rows[0]):
                 outputs = self._callables[name](*arguments)
             if name in self._capture.coarse:
-                loss, iteration.logs[name], iteration.returned[name] = outputs
+                loss, iteration.coarse[name] = outputs
                 outputs = (loss,) if piece.outputs else ()
             if piece.gives:
                 (iteration.given[run.task],), outputs = outputs, ()
@@ -356,22 +354,9 @@ class Engine:
         for run in self.program.runs:
             for name in run.operators:
                 if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
-                    self._tell(name, run, iteration)
+                    did, source = iteration.coarse.pop(name, None), run.devices[0]
+                    iteration.told[name] = tell(did, run.task, self._transport, self._device, source)
         return {r: table[2 * i] for i, r in enumerate(results) if figures[2 * i + 1]}
-
-    def _tell(self, name: str, run: ProgramRun, iteration: Iteration) -> None:
-        """Every rank's logs, and output, of a step that one rank ran as one operator."""
-        logs = [(key, _detached(value), kwargs) for key, value, kwargs in iteration.logs.get(name, [])]
-        output = each_tensor(torch.Tensor.detach, iteration.returned.get(name))
-        try:
-            told = broadcast_object((logs, output), self._transport, self._device, run.devices[0])
-        except (PicklingError, AttributeError, TypeError) as e:
-            raise ValueError(
-                f"task {run.task}: its step returns what cannot be sent to the ranks whose hooks see it "
-                f"({e}); return tensors, numbers and strings, in dicts, lists and tuples"
-            ) from e
-        iteration.logs[name], output = told
-        iteration.returned[name] = each_tensor(lambda tensor: tensor.to(self._device), output)
 
     def _take_rows(self, iteration: Iteration, rows: list[float]) -> None:
         """Readers tell how many rows there were: the user's collating may drop some, or the batch."""
@@ -468,10 +453,6 @@ def _awaited(message: Received, edge: Edge) -> torch.Tensor:
         raise RuntimeError(f"edge {edge.index}, value {edge.value} did not arrive: {e}") from e
     assert tensor is not None
     return tensor
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _by(edges: Iterable[Edge], key: Callable[[Edge], int]) -> dict[int, list[Edge]]:

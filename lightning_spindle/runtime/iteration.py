@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_spindle.capture.coarse import CoarseRun
 from lightning_spindle.capture.layout import take_rows
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.graph import Result
@@ -15,6 +16,7 @@ from lightning_spindle.program import Instruction, Program
 from lightning_spindle.runtime.gradients import PendingBucket
 from lightning_spindle.runtime.messages import Received, Signature
 from lightning_spindle.runtime.rows import Rows
+from lightning_spindle.runtime.telling import Told
 from lightning_spindle.timeline import Category, Event
 
 
@@ -81,10 +83,10 @@ class Iteration:
     runs: dict[int, RunState] = field(default_factory=dict)
     received: dict[int, list[Received]] = field(default_factory=dict)
     results: dict[Result, float | torch.Tensor] = field(default_factory=dict)
-    logs: dict[str, list[tuple[str, Any, dict[str, Any]]]] = field(default_factory=dict)
-    """What steps that could not be taken apart logged (key, value, options), by operator."""
-    returned: dict[str, Any] = field(default_factory=dict)
-    """What those returned beside their loss, by operator, where hooks see it."""
+    coarse: dict[str, CoarseRun] = field(default_factory=dict)
+    """What steps that could not be taken apart did here beside their loss, by operator."""
+    told: dict[str, Told] = field(default_factory=dict)
+    """What those did anywhere, as all ranks know it."""
     given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """What other steps give to every rank (``pieces.GivenRef``), by task."""
     buckets: list[PendingBucket] = field(default_factory=list)

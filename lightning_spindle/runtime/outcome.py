@@ -17,6 +17,7 @@ from lightning_spindle.runtime.outputs import output_of, outputs_of_tasks, requi
 from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.replay import LOCAL_OPTIONS, replay_logs, task_losses
 from lightning_spindle.runtime.session import Step, TotalRun
+from lightning_spindle.runtime.telling import logged, take_over
 
 _SEED_LOST = "the loss that training_step returned was not part of the backward; return it unchanged"
 
@@ -63,6 +64,7 @@ def outcome_of(
         active: the tasks that the batch held.
         seed: of random numbers that a total draws.
     """
+    take_over(model, iteration.told, device)
     if step.capture.arrangement is None:
         return outcome_of_tasks(model, step.capture, iteration, device)
     if active not in step.totals:
@@ -133,7 +135,7 @@ def outcome_of_module(
 
 def _returned_whole(iteration: Iteration) -> Any:
     """What a step that runs as one operator returned, where hooks see it."""
-    return next(iter(iteration.returned.values()), None)
+    return next((did.returned for did in iteration.told.values()), None)
 
 
 def _detached(value: Any) -> Any:
@@ -169,9 +171,9 @@ def _replay(
 def _replay_whole(model: LightningModule, captured: Capture, iteration: Iteration) -> None:
     """What a step that runs as one operator logged."""
     guess = guessed_rows(captured, iteration.batches)
-    for logs in iteration.logs.values():
-        for key, value, options in logs:
-            _log(model, key, value, options, None, guess)
+    for did in iteration.told.values():
+        for key, value, options in did.logs:
+            _log(model, key, logged(model, value), options, None, guess)
 
 
 def _log(

@@ -87,7 +87,7 @@ def require_exact(task: str, value: torch.Tensor, dtype: torch.dtype | None, num
 
 def outputs_of_tasks(captured: Capture, iteration: Iteration, device: torch.device) -> dict[str, Any]:
     """What each task of a ``MultiTaskModule`` that had a batch returned, with None in the loss's place."""
-    coarse = {captured.graph.operator(name).task: out for name, out in iteration.returned.items()}
+    coarse = {captured.graph.operator(name).task: did.returned for name, did in iteration.told.items()}
     results = {(r.task, r.key): value for r, value in iteration.results.items()}
     found: dict[str, Any] = {}
     for task in captured.layouts:

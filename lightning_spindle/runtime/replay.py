@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lightning_spindle.capture.pieces import Capture
 from lightning_spindle.runtime.iteration import Iteration
+from lightning_spindle.runtime.telling import logged
 
 LOCAL_OPTIONS = ("sync_dist", "sync_dist_group", "metric_attribute")
 """Options of ``self.log`` that say nothing here: values are global already, metrics are found by name."""
@@ -39,9 +40,9 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
             continue
         _log(model, iteration, call.task, call.key, value, dict(call.kwargs))
     tasks = {o.name: o.task for o in captured.graph.operators}
-    for operator, logs in iteration.logs.items():
-        for key, value, options in logs:
-            _log(model, iteration, tasks[operator], key, value, options)
+    for operator, did in iteration.told.items():
+        for key, value, options in did.logs:
+            _log(model, iteration, tasks[operator], key, logged(model, value), options)
 
 
 def _log(

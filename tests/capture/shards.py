@@ -65,9 +65,9 @@ def run(made: Capture, batches: dict[str, Any], parts: Sequence[int]) -> Results
                     args.append(0)
             given.append((function(*args), last - first))
         if operator.name in made.coarse:
-            (loss, logs, _), _ = given[0]
+            (loss, did), _ = given[0]
             results[task, "loss"] = loss
-            results |= {(task, f"log:{key}"): value for key, value, _ in logs}
+            results |= {(task, f"log:{key}"): value for key, value, _ in did.logs}
             continue
         join(operator, given, rows, infos, of_value, values)
     for result in made.graph.results:

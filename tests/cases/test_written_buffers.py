@@ -174,26 +174,6 @@ def test_parameters_changed_by_a_step_are_refused_and_left_as_they_were(way: str
         assert torch.equal(parameter, before[name]), name
 
 
-class Collecting(Small):
-    """Keeps its losses for the end of the epoch, as Lightning's guide to 2.0 says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Layer(3, 1)
-        self.losses: list[torch.Tensor] = []
-
-    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
-        loss = F.mse_loss(self.tower(batch["x"]), batch["y"])
-        self.losses.append(loss.detach())
-        return loss
-
-
-def test_values_collected_by_a_step_are_refused() -> None:
-    """Only the rank that runs the step would have them in on_train_epoch_end."""
-    with pytest.raises(ValueError, match=r"changes the entries of tasks.a.losses.*on_train_batch_end"):
-        inspect(multi({"a": Collecting()}), together(a=Validated(samples(8, 1), [5, 3])))
-
-
 class Asking(Small):
     """Asks the trainer, so that capture cannot run the step: only real iterations show what it does."""
 
@@ -202,7 +182,6 @@ class Asking(Small):
         self.tower, self.teacher = Layer(3, 1), Layer(3, 1)
         self.teacher.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
-        self.losses: list[torch.Tensor] = []
 
     def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
         loss = F.mse_loss(self.tower(batch["x"]) - self.teacher(batch["x"]) - self.seen, batch["y"])
@@ -222,12 +201,6 @@ class Counting(Asking):
             self.seen = 0.5 * self.seen + loss
 
 
-class Keeping(Asking):
-    def effect(self, loss: torch.Tensor) -> None:
-        if self.current_epoch == 1:
-            self.losses.append(loss)
-
-
 class Following(Asking):
     def effect(self, loss: torch.Tensor) -> None:
         self.teacher.linear.weight.data.mul_(0.9)
@@ -243,11 +216,10 @@ class Replacing(Asking):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Keeping, r"task 'a'.*changes the entries of tasks.a.losses.*on_train_batch_end"),
         (Following, r"task 'a'.*changes parameters itself \(tasks.a.teacher.linear.weight\).*hook"),
         (Replacing, r"task 'a'.*changes parameters itself \(tasks.a.teacher.linear.weight\).*hook"),
     ],
-    ids=["Keeping", "Following", "Replacing"],
+    ids=["Following", "Replacing"],
 )
 def test_what_only_a_real_iteration_shows_is_refused(kind: type[Asking], message: str) -> None:
     outcomes = watch_fit(

@@ -1,6 +1,7 @@
 """Faults in capture."""
 
 from tests.faults import bodies
+from tests.faults.bodies import capture as broken
 from tests.faults.fault import Fault
 from tests.faults.files import (
     ALIKE,
@@ -74,7 +75,7 @@ FAULTS = (
     Fault(
         "modes-not-restored",
         "lightning_spindle.capture.apart:mode",
-        bodies.leaves_eval_mode,
+        broken.leaves_eval_mode,
         (f"{PARAMETERS}::test_c35_modes_are_kept_and_restored_on_every_rank",),
     ),
     Fault(
@@ -86,7 +87,7 @@ FAULTS = (
     Fault(
         "rows-off-by-one",
         "lightning_spindle.capture.layout:take_rows",
-        bodies.shifts_rows,
+        broken.shifts_rows,
         (f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",),
     ),
     Fault(
@@ -97,18 +98,12 @@ FAULTS = (
     ),
     Fault(
         "changed-parameters-not-kept",
-        "lightning_spindle.capture.untouched:_Writes._keep",
-        bodies.does_nothing,
+        "lightning_spindle.capture.writes:Writes.__init__",
+        bodies.changes_arguments(lambda writes, before: (writes, lambda tensor: None)),
         tuple(
             f"{BUFFERS}::test_parameters_changed_by_a_step_are_refused_and_left_as_they_were[{way}]"
             for way in ("data", "plain")
         ),
-    ),
-    Fault(
-        "entries-of-lists-not-compared",
-        "lightning_spindle.capture.untouched:same_entries",
-        bodies.returns(True),
-        (f"{BUFFERS}::test_values_collected_by_a_step_are_refused",),
     ),
     Fault(
         "freed-memory-taken-for-the-same",
@@ -148,13 +143,13 @@ FAULTS = (
     Fault(
         "capture-holds-on-to-parameters",
         "lightning_spindle.capture.measure:measure",
-        bodies.holds_on_to_parameters,
+        broken.holds_on_to_parameters,
         ("tests/runtime/test_memory.py::test_capture_holds_on_to_no_parameter",),
     ),
     Fault(
         "gathering-ignored",
         "lightning_spindle.capture.classify:_Classifier._reading",
-        bodies.reads_ones_own,
+        broken.reads_ones_own,
         (
             f"{GATHERED}::test_a_loss_of_all_pairs_is_split",
             f"{GATHERED}::test_a_mean_over_tokens_is_summed_where_the_tokens_are",
@@ -193,7 +188,7 @@ FAULTS = (
     Fault(
         "values-escape-unseen",
         "lightning_spindle.capture.provenance:_Escapes.__torch_function__",
-        bodies.calls_as_if_unwatched,
+        broken.calls_as_if_unwatched,
         (
             f"{PROVENANCE}::test_values_that_an_example_does_not_show[tolist]",
             f"{PROVENANCE}::test_values_that_an_example_does_not_show[numpy]",
@@ -208,7 +203,7 @@ FAULTS = (
     Fault(
         "zeros-for-skipped-tasks",
         "lightning_spindle.capture.coarse:_CoarseBuilder.__call__",
-        bodies.gives_zero_for_none,
+        broken.gives_zero_for_none,
         (f"{SKIPPED}::test_c37_one_task_skips",),
     ),
     Fault(
@@ -242,7 +237,7 @@ FAULTS = (
     Fault(
         "unlike-rows-not-noticed",
         "lightning_spindle.capture.pieces:BatchLayout.rows",
-        bodies.counts_the_first_leaf,
+        broken.counts_the_first_leaf,
         (f"{BATCHES}::test_c15_rows_that_do_not_agree_are_an_error_on_every_rank",),
     ),
     Fault(
@@ -290,7 +285,7 @@ FAULTS = (
     Fault(
         "losses-of-all-rows-split",
         "lightning_spindle.capture.grouping:Group.layout",
-        bodies.splits_everything,
+        broken.splits_everything,
         ("tests/parity/test_workloads.py::test_small_workloads",),
     ),
 )

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 from tests.faults import bodies
+from tests.faults.bodies import engine as broken
 from tests.faults.fault import Fault
 from tests.faults.files import (
     COLLATING,
@@ -31,7 +32,7 @@ FAULTS = (
     Fault(
         "gradients-averaged",
         "lightning_spindle.runtime.gradients:PendingBucket.finish",
-        bodies.divides_by_two,
+        broken.divides_by_two,
         (f"{SCALE}::test_c01_nine_placements", f"{SCALE}::test_c01_in_single_precision"),
     ),
     Fault(
@@ -56,7 +57,7 @@ FAULTS = (
     Fault(
         "zeros-for-missing-gradients",
         "lightning_spindle.runtime.gradients:PendingBucket.finish",
-        bodies.fills_missing_gradients,
+        broken.fills_missing_gradients,
         (
             f"{KINDS}::test_tasks_without_a_batch_are_idle",
             f"{IDLE}::test_c03_an_idle_task_keeps_parameters_momentum_and_steps",
@@ -73,7 +74,7 @@ FAULTS = (
     Fault(
         "gradients-of-received-edges-forgotten",
         "lightning_spindle.runtime.engine:Engine._gradient",
-        bodies.forgets_received_gradients,
+        broken.forgets_received_gradients,
         (f"{SCALE}::test_c01_each_module_in_a_group_of_its_own", "tests/runtime/test_engine.py::test_parity"),
     ),
     Fault(
@@ -85,7 +86,7 @@ FAULTS = (
     Fault(
         "parts-joined-as-they-come",
         "lightning_spindle.runtime.rows:join",
-        bodies.joins_as_given,
+        broken.joins_as_given,
         (f"{SCALE}::test_c01_each_module_in_a_group_of_its_own",),
     ),
     Fault(
@@ -115,7 +116,7 @@ FAULTS = (
     Fault(
         "logs-left-local",
         "lightning_spindle.runtime.engine:Engine._exchange",
-        bodies.leaves_results_local,
+        broken.leaves_results_local,
         (
             f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
             f"{LOGS}::test_c05_hooks_and_logs_under_spindle",
@@ -124,7 +125,7 @@ FAULTS = (
     Fault(
         "epoch-means-not-weighted",
         "lightning_spindle.runtime.replay:_log",
-        bodies.weighs_one_row,
+        broken.weighs_one_row,
         (
             f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
             f"{LOGS}::test_c04_a_key_logged_in_every_third_step",
@@ -149,7 +150,7 @@ FAULTS = (
     Fault(
         "all-rows-read",
         "lightning_spindle.runtime.rowneeds:rows_needed",
-        bodies.needs_all_rows,
+        broken.needs_all_rows,
         (
             f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",
             f"{ROW_LOADING}::test_a_collate_function_of_ones_own",
@@ -176,7 +177,7 @@ FAULTS = (
     Fault(
         "rows-cut-as-of-whole-batches",
         "lightning_spindle.runtime.iteration:TaskBatch.taken",
-        bodies.holds_everything,
+        broken.holds_everything,
         (
             f"{ROW_LOADING}::test_each_rank_reads_only_its_rows",
             f"{ROW_LOADING}::test_evaluation_reads_rows_too",
@@ -224,25 +225,25 @@ FAULTS = (
     Fault(
         "reading-rows-draws-nothing",
         "lightning_spindle.runtime.rowloading:RowReader.batches",
-        bodies.takes_back_draws,
+        broken.takes_back_draws,
         ("tests/runtime/test_loaders.py::test_reading_some_rows_changes_no_draw",),
     ),
     Fault(
         "skipped-loaders-draw-nothing",
         "lightning_spindle.runtime.loaders:_RowCounter.__init__",
-        bodies.takes_back_draws,
+        broken.takes_back_draws,
         ("tests/runtime/test_loaders.py::test_skipping_a_loader_changes_no_draw",),
     ),
     Fault(
         "sums-of-one-device",
         "lightning_spindle.runtime.rows:join",
-        bodies.joins_one_of_values_without_rows,
+        broken.joins_one_of_values_without_rows,
         (f"{GATHERED}::test_parity[four-tokens]",),
     ),
     Fault(
         "rows-counted-from-zero",
         "lightning_spindle.runtime.engine:Engine._argument",
-        bodies.counts_rows_from_zero,
+        broken.counts_rows_from_zero,
         (f"{GATHERED}::test_parity[four]", f"{GATHERED}::test_a_step_over_several_loaders"),
     ),
     Fault(
@@ -274,7 +275,7 @@ FAULTS = (
     Fault(
         "gradients-stay-hidden",
         "lightning_spindle.runtime.sharding:ShardedStep._after",
-        bodies.leaves_gradients_hidden,
+        broken.leaves_gradients_hidden,
         (
             f"{SHARDED}::test_each_state_is_kept_once",
             f"{SHARDED}::test_gradients_are_clipped_on_every_holder",
@@ -304,7 +305,7 @@ FAULTS = (
     Fault(
         "operators-move-the-ranks-generator",
         "lightning_spindle.runtime.randomness:operator_randomness",
-        bodies.leaves_seed_behind,
+        broken.leaves_seed_behind,
         (
             f"{DROPOUT}::test_c45_an_operator_draws_from_a_generator_of_its_own",
             f"{SAMPLERS}::test_c07_each_sample_once_an_epoch",
@@ -313,7 +314,7 @@ FAULTS = (
     Fault(
         "activations-kept-until-the-end",
         "lightning_spindle.runtime.engine:Engine._backward",
-        bodies.keeps_activations,
+        broken.keeps_activations,
         ("tests/runtime/test_memory.py::test_activations_are_freed_run_by_run",),
     ),
     Fault(

@@ -1,6 +1,7 @@
 """Faults in graphs, costs, clusters and planners."""
 
 from tests.faults import bodies
+from tests.faults.bodies import planning as broken
 from tests.faults.fault import Fault
 from tests.faults.files import GATHERED, OWNERSHIP, PLANNER
 
@@ -32,7 +33,7 @@ FAULTS = (
     Fault(
         "simulated-as-if-whole",
         "lightning_spindle.costs.base:Costs.held_bytes",
-        bodies.counts_all_as_stepped,
+        broken.counts_all_as_stepped,
         (
             f"{OWNERSHIP}::test_dividing_lowers_the_memory_of_simulated_iterations",
             f"{OWNERSHIP}::test_a_divided_step_takes_half_of_the_time_and_then_the_broadcasts",
@@ -50,7 +51,7 @@ FAULTS = (
     Fault(
         "planner-bisection-returns-an-endpoint",
         "lightning_spindle.planner.allocation:continuous_optimum",
-        bodies.stops_bisecting,
+        broken.stops_bisecting,
         (f"{PLANNER}/test_allocation.py::test_theorem_1",),
     ),
     Fault(
@@ -89,7 +90,7 @@ FAULTS = (
     Fault(
         "placement-sequential",
         "lightning_spindle.planner.placement:place",
-        bodies.places_sequentially,
+        broken.places_sequentially,
         (
             f"{PLANNER}/test_placement.py::test_transfers_against_sequential_placement",
             f"{PLANNER}/test_placement.py::test_memory_is_balanced_where_communication_is_equal",
@@ -125,7 +126,7 @@ FAULTS = (
     Fault(
         "efficiency-that-does-not-grow",
         "lightning_spindle.costs.devices:_computing_s",
-        bodies.computes_at_half_peak,
+        broken.computes_at_half_peak,
         (
             "tests/test_costs.py::test_the_batch_curve_agrees_with_its_profile_within_10_percent",
             "tests/test_costs.py::test_layers_agree_with_public_profiles_within_10_percent",

@@ -1,6 +1,7 @@
 """Faults in programs, the simulator and the emulation."""
 
 from tests.faults import bodies
+from tests.faults.bodies import programs as broken
 from tests.faults.fault import Fault
 from tests.faults.files import ALIKE, GATHERED, MISSING, OWNERSHIP, SAMPLERS, SCALE, SHARDED
 
@@ -17,7 +18,7 @@ FAULTS = (
     Fault(
         "shards-overlap",
         "lightning_spindle.program:row_range",
-        bodies.overlaps_rows,
+        broken.overlaps_rows,
         (f"{SCALE}::test_c02_ragged_rows", f"{SAMPLERS}::test_c07_each_sample_once_an_epoch"),
     ),
     Fault(
@@ -47,7 +48,7 @@ FAULTS = (
     Fault(
         "runs-not-cut",
         "lightning_spindle.program.placing:_pieces",
-        bodies.leaves_runs_whole,
+        broken.leaves_runs_whole,
         (
             "tests/test_pieces.py::test_a_run_is_cut_from_its_last_layer_on",
             "tests/test_pieces.py::test_a_piece_is_summed_while_the_next_one_goes_back",
@@ -80,7 +81,7 @@ FAULTS = (
     Fault(
         "all-state-on-the-first-holder",
         "lightning_spindle.program.ownership:owners",
-        bodies.gives_all_to_the_first,
+        broken.gives_all_to_the_first,
         (
             f"{SHARDED}::test_data_parallel_states_are_of_equal_size",
             f"{OWNERSHIP}::test_shares_are_balanced_and_the_same_on_every_rank",
@@ -89,7 +90,7 @@ FAULTS = (
     Fault(
         "shared-out-anew-when-ranks-join",
         "lightning_spindle.program.ownership:owners",
-        bodies.shares_out_anew,
+        broken.shares_out_anew,
         (
             f"{SHARDED}::test_ranks_that_come_to_hold_a_parameter_get_its_values",
             f"{OWNERSHIP}::test_who_steps_a_parameter_goes_on_when_others_join",
@@ -104,7 +105,7 @@ FAULTS = (
     Fault(
         "parameters-on-every-rank",
         "lightning_spindle.program:holders",
-        bodies.replicates_parameters,
+        broken.replicates_parameters,
         (
             "tests/parity/test_work.py::test_tasks_apart",
             "tests/test_work.py::test_a_rank_holds_the_parameters_of_its_operators",
@@ -113,7 +114,7 @@ FAULTS = (
     Fault(
         "every-shard-sees-all-rows",
         "lightning_spindle.program:ProgramRun.rows",
-        bodies.gives_all_rows,
+        broken.gives_all_rows,
         (
             "tests/parity/test_work.py::test_data_parallel",
             "tests/test_work.py::test_rows_and_flops_are_the_plans",
@@ -139,7 +140,7 @@ FAULTS = (
     Fault(
         "operators-simulated-without-their-inputs",
         "lightning_spindle.simulate.prepared:_message",
-        bodies.needs_no_messages,
+        broken.needs_no_messages,
         (
             "tests/test_emulate.py::test_the_simulator_foretells_every_event_of_any_program",
             "tests/test_sleeping.py",
@@ -160,7 +161,7 @@ FAULTS = (
     Fault(
         "emulated-backward-takes-no-time",
         "lightning_spindle.emulate.stubs:_Pass.backward",
-        bodies.gives_no_gradients,
+        broken.gives_no_gradients,
         ("tests/test_emulate.py::test_clocks_show_what_is_worked_out_by_hand",),
     ),
 )

@@ -1,6 +1,7 @@
 """Faults in the strategy, its sessions, state and messages to users."""
 
 from tests.faults import bodies
+from tests.faults.bodies import strategy as broken
 from tests.faults.fault import Fault
 from tests.faults.files import (
     AGREEMENT,
@@ -20,6 +21,12 @@ from tests.faults.files import (
 )
 
 FAULTS = (
+    Fault(
+        "models-left-apart-after-evaluation",
+        "lightning_spindle.strategy:SpindleStrategy.on_validation_end",
+        lambda original: lambda strategy: strategy.on_validation_start(),
+        ("tests/strategy/test_life_cycle.py::test_a_model_is_whole_after_evaluation_too",),
+    ),
     Fault(
         "hooks-hear-the-loss-alone",
         "lightning_spindle.runtime.outputs:listens",
@@ -70,7 +77,7 @@ FAULTS = (
     Fault(
         "empty-groups-dropped",
         "lightning_spindle.runtime.state:LocalisedOptimizer.localise",
-        bodies.drops_empty_groups,
+        broken.drops_empty_groups,
         (f"{PARAMETERS}::test_c25_ranks_with_nothing_to_train",),
     ),
     Fault(
@@ -85,7 +92,7 @@ FAULTS = (
     Fault(
         "loss-weights-given-to-no-optimizer",
         "lightning_spindle.merging:_merged_groups",
-        bodies.leaves_out_loss_weights,
+        broken.leaves_out_loss_weights,
         (f"{PARAMETERS}::test_c51_learnable_loss_weights",),
     ),
     Fault(
@@ -112,7 +119,7 @@ FAULTS = (
     Fault(
         "plans-not-shared",
         "lightning_spindle.runtime.session:shared_plan",
-        bodies.differs_by_rank,
+        broken.differs_by_rank,
         (f"{AGREEMENT}::test_c23_ranks_that_measure_other_times_run_one_plan",),
     ),
     Fault(
@@ -148,7 +155,7 @@ FAULTS = (
     Fault(
         "optimizer-state-of-rank-zero-only",
         "lightning_spindle.runtime.objects:gather_objects",
-        bodies.keeps_rank_zeros,
+        broken.keeps_rank_zeros,
         (
             f"{CHECKPOINTS}::test_c09_the_file_is_a_plain_one",
             f"{CHECKPOINTS}::test_c09_resumes_at_another_number_of_ranks",
@@ -231,7 +238,7 @@ FAULTS = (
     Fault(
         "only-the-last-variant-summed",
         "lightning_spindle.runtime.training:Programs.of",
-        bodies.knows_own_parameters_only,
+        broken.knows_own_parameters_only,
         (f"{MISSING}::test_c16_with_accumulation",),
     ),
     Fault(
@@ -267,7 +274,7 @@ FAULTS = (
     Fault(
         "operators-run-twice",
         "lightning_spindle.runtime.engine:Engine.__init__",
-        bodies.runs_operators_twice,
+        broken.runs_operators_twice,
         ("tests/parity/test_work.py::test_data_parallel",),
     ),
     Fault(

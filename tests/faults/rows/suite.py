@@ -1,6 +1,7 @@
 """Faults in tasks, data and the benchmark suite."""
 
 from tests.faults import bodies
+from tests.faults.bodies import suite as broken
 from tests.faults.fault import Fault
 
 FAULTS = (
@@ -17,13 +18,13 @@ FAULTS = (
     Fault(
         "shards-gradient-not-rescaled",
         "tasks.global_batch:own_gradient",
-        bodies.leaves_out_the_number_of_ranks,
+        broken.leaves_out_the_number_of_ranks,
         ("tests/test_benchmark.py::test_mean_of_shards_gradients_is_one_process_s",),
     ),
     Fault(
         "shards-contrasted-apart",
         "tasks.global_batch:GlobalRows.__call__",
-        bodies.contrasts_own_rows,
+        broken.contrasts_own_rows,
         (
             "tests/test_benchmark.py::test_mean_of_shards_gradients_is_one_process_s",
             "tests/test_benchmark.py::test_systems_have_the_same_losses",
@@ -41,7 +42,7 @@ FAULTS = (
     Fault(
         "benchmark-jobs-inherit-launch-variables",
         "benchmarking.launch:_environment",
-        bodies.gives_own_environment,
+        broken.gives_own_environment,
         ("tests/test_benchmark.py::test_a_job_inherits_no_launch_variables",),
     ),
     Fault(

@@ -1,0 +1,33 @@
+"""What faults in the benchmark suite put in place of functions."""
+
+import os
+from typing import Any
+
+from tests.faults.bodies import Function
+
+
+def leaves_out_the_number_of_ranks(original: Function) -> Function:
+    """The shard's gradient as it is: the mean over ranks divides it once too often."""
+
+    def faulty(gradient: Any, start: int, rows: int, ranks: int) -> Any:
+        return gradient[start : start + rows]
+
+    return faulty
+
+
+def contrasts_own_rows(original: Function) -> Function:
+    """Nothing is gathered: each process's rows are contrasted with themselves."""
+
+    def faulty(self: Any, samples: Any, texts: Any, labels: Any) -> Any:
+        return samples, texts, labels
+
+    return faulty
+
+
+def gives_own_environment(original: Function) -> Function:
+    """A job starts with all variables of this process."""
+
+    def faulty() -> dict[str, str]:
+        return dict(os.environ)
+
+    return faulty
