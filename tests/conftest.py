@@ -48,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.faults import apply_fault
 
         apply_fault(fault)
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # Workers tell their warnings, whose modules xdist imports in a thread for each worker: two that
+        # import Lightning at the same time wait for each other.
+        import lightning.pytorch  # noqa: F401
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -348,7 +348,7 @@ def test_outputs_that_cannot_be_sent_are_refused() -> None:
         lambda rank: data(),
         options=lambda rank: {"callbacks": [Listener()]},
     )
-    assert_all_ended(outcomes, "task a: its step returns what cannot be sent", "return tensors, numbers")
+    assert_all_ended(outcomes, "task a: its step returns or logs what cannot be sent", "use tensors, numbers")
 
 
 class Late(Callback):
