@@ -123,12 +123,12 @@ def coarse_parts(step: Step, leaves: Sequence[Any], spec: TreeSpec, reason: str)
 
 
 def _others_modules(step: Step) -> frozenset[str]:
-    """Names of the modules that other tasks have."""
+    """Names of the modules that other tasks have, or reach: the whole model is one."""
     if step.module is step.model:
         return frozenset()
     others = [module for task, module in step.model.tasks.items() if task != step.task]
     ids = {id(m) for module in others for m in module.modules()}
-    return frozenset(path for path, m in step.model.named_modules() if id(m) in ids)
+    return frozenset(path for path, m in step.model.named_modules() if not path or id(m) in ids)
 
 
 def _refuse_effects(step: Step, effects: Effects, others: frozenset[str]) -> None:
@@ -175,7 +175,7 @@ class _CoarseBuilder:
             nonlocal looked
             with (
                 inspected(self.step.model, thoroughly=not looked) as effects,
-                alone(self.step.model._trainer) as calls,
+                alone(self.step.model._trainer, self.step.model) as calls,
                 tasklog.sink(receive, self.step.logging),
             ):
                 output = self.step(unflatten(leaves, self.spec), batch_idx)

@@ -23,7 +23,7 @@ from lightning_spindle.capture.writes import Writes, memory
 
 INTERNAL = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque, tuple)
-_WATCHED = (torch.Tensor, np.ndarray)
+_WATCHED = (torch.Tensor, nn.Parameter, np.ndarray)
 _PLAIN = (str, int, float, bool, type(None))
 _ABSENT = object()
 
@@ -65,7 +65,7 @@ class _Own(NamedTuple):
             if key not in now:
                 yield Change(Place.attribute(self.path, key).name, self.module, Kind.REMOVE, key)
         for key, value in now.items():
-            if key not in self.skipped and self.before.get(key, _ABSENT) is not value:
+            if key not in self.skipped and not _is_same(self.before.get(key, _ABSENT), value):
                 name, fresh = Place.attribute(self.path, key).name, self.before.get(key) is None
                 yield Change(name, self.module, Kind.ASSIGN, key, value, fresh=fresh)
 
@@ -94,7 +94,9 @@ class Contents:
         self._model, self._clones = model, clones
         self._modules = [_own(path, m, skipped(m)) for path, m in model.named_modules()]
         self._known: dict[int, _Known] = {}
+        self._registered = {id(p) for p in model.parameters()}
         self._written: set[int] = set()
+        self._reached: dict[int, set[str]] | None = None
         for own in self._modules:
             self._walk(own.path, own.before)
 
@@ -104,7 +106,7 @@ class Contents:
         found = [(value, Place.attribute(path, key)) for key, value in attributes.items()]
         while found:
             value, place = found.pop()
-            if id(value) in seen or not (_is_watched(value) or isinstance(value, _CONTAINERS)):
+            if id(value) in seen or not (self._watches(value) or isinstance(value, _CONTAINERS)):
                 continue
             seen.add(id(value))
             known = self._known.get(id(value))
@@ -115,14 +117,17 @@ class Contents:
                 found += [(v, place.below(key)) for key, v in _items(value, _is_container)]
 
     def _remembered(self, value: Any, place: Place) -> _Known:
-        if _is_watched(value):
+        if self._watches(value):
             return _Known(value, place, _mark(value, self._clones))
         tensors = [
             (key, v, _mark(v, self._clones))
             for key, v in _items(value, _WATCHED.__contains__)
-            if _is_watched(v)
+            if self._watches(v)
         ]
         return _Known(value, place, None, _entries(value), tensors)
+
+    def _watches(self, value: Any) -> bool:
+        return id(value) not in self._registered and _is_watched(value)
 
     # --------------------------------------------------------------------------------------- compared
     @contextmanager
@@ -163,12 +168,12 @@ class Contents:
         """The modules whose attributes reached what was changed."""
         if isinstance(change.target, nn.Module):
             return {own.path for own in self._modules if own.module is change.target}
-        itself = self._known.get(id(change.target))
-        found = set() if itself is None else set(itself.modules)
-        for known in self._known.values():
-            if any(tensor is change.target for _, tensor, _ in known.tensors):
-                found |= known.modules
-        return found
+        if self._reached is None:
+            self._reached = {}
+            for i, known in self._known.items():
+                for own in (i, *(id(tensor) for _, tensor, _ in known.tensors)):
+                    self._reached.setdefault(own, set()).update(known.modules)
+        return self._reached.get(id(change.target), set())
 
     def places(self) -> dict[int, Place]:
         """Where everything was that other copies of the model have too, by id."""
@@ -223,7 +228,7 @@ def _of_container(known: _Known) -> Iterator[Change]:
         return
     if isinstance(now, dict) and len(now) >= len(before) and all(map(is_, now, before)):
         for key, value in now.items():
-            if before.get(key, _ABSENT) is not value:
+            if not _is_same(before.get(key, _ABSENT), value):
                 yield Change(name, now, Kind.ASSIGN, key, value)
         return
     kept = 0
@@ -234,16 +239,21 @@ def _of_container(known: _Known) -> Iterator[Change]:
     yield Change(name, now, Kind.FILL, value=entries, count=len(before), kept=kept)
 
 
+def _is_same(before: Any, now: Any) -> bool:
+    """The same object, or a number or string like it."""
+    return before is now or (type(before) is type(now) and isinstance(now, _PLAIN) and before == now)
+
+
 def _is_container(kind: type) -> bool:
     return issubclass(kind, _CONTAINERS)
 
 
 def _is_watched(value: Any) -> bool:
-    """Tensors in plain memory, and arrays; parameters are watched elsewhere."""
+    """Tensors in plain memory, and arrays; the model's parameters are watched elsewhere."""
     if isinstance(value, np.ndarray):
         return value.dtype != object
     return (
-        type(value) is torch.Tensor
+        type(value) in (torch.Tensor, nn.Parameter)
         and value.layout is torch.strided
         and value.device.type != "meta"
         and not value.is_nested

@@ -42,11 +42,13 @@ def inspected(model: nn.Module, thoroughly: bool) -> Iterator[untouched.Effects]
 
 
 def _skipped(module: nn.Module) -> Collection[str]:
-    """Lightning and torch keep their own attributes; the train flag may be changed by a step."""
-    own: Collection[str] = INTERNAL | _LIGHTNING if isinstance(module, LightningModule) else INTERNAL
-    if type(module).__module__.startswith("torch."):
-        own = vars(module).keys()
-    return set(own) - {"training"}
+    """Lightning keeps its own attributes; weights with a norm are made anew from their parts in each call.
+
+    The train flag may be changed by a step.
+    """
+    own = INTERNAL | _LIGHTNING if isinstance(module, LightningModule) else INTERNAL
+    normed = {name[: name.rindex("_")] for name in module._parameters if name.endswith(("_g", "_orig"))}
+    return (own | normed) - {"training"}
 
 
 def _registered(model: nn.Module) -> dict[str, Any]:

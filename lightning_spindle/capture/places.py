@@ -101,7 +101,8 @@ class _Packer(pickle.Pickler):
             return NotImplemented
         if obj.device.type == "meta" or obj.is_nested:
             return NotImplemented
-        data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
 
 

@@ -388,9 +388,21 @@ def test_a_cache_in_a_module_of_two_tasks_is_filled() -> None:
 class Writing(Branching):
     """Writes to loggers itself, as one does who asks whether it is rank 0 that asks."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = {"steps": 0.0}
+
+    def setup(self, stage: str) -> None:
+        self.kept, self.written = self.logger, self.logger.experiment
+
     def remember(self, when: str, y: torch.Tensor, loss: torch.Tensor) -> None:
         assert isinstance(self.logger, CSVLogger)
         assert self.logger.version == "one"
+        assert str(self.trainer.log_dir).endswith("one")
+        self.kept.log_metrics({f"{when}/kept": loss}, step=self.global_step)
+        self.written.log_metrics({f"{when}/written": float(loss)}, step=self.global_step)
+        self.logger.log_metrics(self.steps, step=self.global_step)
+        self.steps["steps"] += 1
         self.logger.log_metrics({f"{when}/direct": loss}, step=self.global_step)
         if self.trainer.is_global_zero and self.global_rank == 0:
             for logger in self.trainer.loggers:
@@ -416,7 +428,15 @@ def test_what_a_step_writes_to_loggers_is_written_by_rank_0(tmp_path: Path) -> N
 
     expected = written(partial(plain_fit, lambda: model(Writing), data), tmp_path / "plain")
     keys = {key for row in expected for key in row}
-    assert {"train/direct", "train/rows", "validation/sum", "hook"} <= keys
+    assert {
+        "train/direct",
+        "train/rows",
+        "validation/sum",
+        "hook",
+        "train/kept",
+        "train/written",
+        "steps",
+    } <= keys
     for devices, groups in ((1, {"": (0,)}), (2, {"a/": (1,), "b/": (0, 1)})):
         ours = partial(forced_fit, lambda: model(Writing), data, devices, groups)
         assert written(ours, tmp_path / str(devices)) == expected

@@ -88,7 +88,19 @@ FAULTS = (
     Fault(
         "steps-know-their-rank",
         "lightning_spindle.capture.alone:alone",
-        lambda original: lambda trainer: nullcontext([]),
+        lambda original: lambda trainer, model: nullcontext([]),
+        (WRITTEN,),
+    ),
+    Fault(
+        "loggers-in-attributes-written-to",
+        "lightning_spindle.capture.alone:_held",
+        bodies.returns(()),
+        (WRITTEN,),
+    ),
+    Fault(
+        "what-loggers-are-given-changes-later",
+        "lightning_spindle.capture.alone:_copied",
+        bodies.passes_through(0),
         (WRITTEN,),
     ),
     Fault(
