@@ -53,10 +53,24 @@ FAULTS = (
         (f"{REMEMBERED}::test_what_is_kept_in_several_places_is_the_same_there",),
     ),
     Fault(
-        "attributes-of-other-ranks-trusted",
+        "containers-of-other-ranks-not-filled",
         "lightning_spindle.capture.changes:fill",
         bodies.does_nothing,
-        (f"{SEEN}[2]", f"{REFUSED}[UnlikeToo]"),
+        (f"{SEEN}[2]",),
+    ),
+    Fault(
+        "attributes-of-other-ranks-trusted",
+        "lightning_spindle.capture.changes:apply",
+        bodies.changes_arguments(
+            lambda changes: (
+                [replace(c, count=len(c.target)) if c.kind.value == "fill" else c for c in changes],
+            )
+        ),
+        (
+            f"{REFUSED}[Unlike]",
+            f"{REFUSED}[UnlikeToo]",
+            f"{CONTENTS}::test_a_copy_that_was_not_the_same_is_an_error",
+        ),
     ),
     Fault(
         "what-is-registered-not-compared",
