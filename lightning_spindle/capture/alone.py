@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -51,7 +51,7 @@ def alone(trainer: Any, model: nn.Module) -> Iterator[list[LoggerCall]]:
     loggers = [_Noted(logger, at, (), notes) for at, logger in enumerate(trainer.loggers)]
     seen = {"loggers": loggers, "logger": loggers[0] if loggers else None, "is_global_zero": True}
     with ExitStack() as stack:
-        for place, key, noted in list(_held(model, trainer.loggers, notes)):
+        for place, key, noted in list(_held(model, trainer.loggers, loggers, notes)):
             stack.callback(_give_back, place, key, noted, place[key])
             place[key] = noted
         for name, value in {**seen, "global_rank": 0, "local_rank": 0}.items():
@@ -73,11 +73,13 @@ def make_calls(trainer: Any, calls: Iterable[LoggerCall]) -> None:
             called(*call.args, **call.kwargs)
 
 
-def _held(model: nn.Module, loggers: list[Any], notes: _Notes) -> Iterator[tuple[Any, str, _Noted]]:
+def _held(
+    model: nn.Module, loggers: list[Any], noted: list[_Noted], notes: _Notes
+) -> Iterator[tuple[dict[str, Any], str, _Noted]]:
     """Attributes that are a logger, or what one writes to, and what stands in for them."""
     if not loggers:
         return
-    known = {id(logger): _Noted(logger, at, (), notes) for at, logger in enumerate(loggers)}
+    known = {id(logger): own for logger, own in zip(loggers, noted, strict=True)}
     for at, logger in enumerate(loggers):
         experiment = vars(logger).get("_experiment")
         if experiment is not None:
@@ -174,9 +176,8 @@ class _Noted:
 
     def __fspath__(self) -> str:
         self._refuse("reading a value")
-        raise AssertionError
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise ValueError(_CALLS_ONLY.format(what=f"{'.'.join(('logger', *self._path))}, {what}"))
 
 

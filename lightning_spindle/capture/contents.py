@@ -171,8 +171,8 @@ class Contents:
         if self._reached is None:
             self._reached = {}
             for i, known in self._known.items():
-                for own in (i, *(id(tensor) for _, tensor, _ in known.tensors)):
-                    self._reached.setdefault(own, set()).update(known.modules)
+                for one in (i, *(id(tensor) for _, tensor, _ in known.tensors)):
+                    self._reached.setdefault(one, set()).update(known.modules)
         return self._reached.get(id(change.target), set())
 
     def places(self) -> dict[int, Place]:

@@ -17,7 +17,7 @@ from tests.support.small import (
     Validated,
     forced_fit,
     multi,
-    random_samples,
+    pairs,
     together,
 )
 
@@ -52,10 +52,6 @@ class Normed(Plain):
         self.log("val_loss", F.mse_loss(self.predict(batch), batch["y"]))
 
 
-def samples(count: int, seed: int) -> list[Sample]:
-    return random_samples(count, seed, x=(3,), y=(1,))
-
-
 def normed_model(optimizer: str, shared: bool) -> Any:
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4) if shared else None
@@ -64,9 +60,9 @@ def normed_model(optimizer: str, shared: bool) -> Any:
 
 def normed_data() -> Any:
     return together(
-        a=Validated(samples(14, 1), [6, 5, 3], validation=samples(3, 11)),
-        b=Validated(samples(9, 2), [4, 3, 2], validation=samples(4, 12)),
-        c=Given(samples(9, 3), [4, 4, 1]),
+        a=Validated(pairs(14, 1), [6, 5, 3], validation=pairs(3, 11)),
+        b=Validated(pairs(9, 2), [4, 3, 2], validation=pairs(4, 12)),
+        c=Given(pairs(9, 3), [4, 4, 1]),
     )
 
 
@@ -90,7 +86,7 @@ def frozen_model(optimizer: str) -> Any:
 
 
 def frozen_data() -> Any:
-    return together(**{t: Given(samples(12, k), [4, 5, 3]) for k, t in enumerate("abc")})
+    return together(**{t: Given(pairs(12, k), [4, 5, 3]) for k, t in enumerate("abc")})
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -107,7 +103,7 @@ def test_a_frozen_encoder_stays_and_passes_values_on(optimizer: str) -> None:
 def uneven_data() -> Any:
     """C24's shape: 5, 3 and 2 batches; a task without a batch is idle."""
     sizes = {"a": [3] * 5, "b": [4, 2, 1], "c": [2, 3]}
-    parts = {t: Given(samples(sum(s), k), s) for k, (t, s) in enumerate(sizes.items())}
+    parts = {t: Given(pairs(sum(s), k), s) for k, (t, s) in enumerate(sizes.items())}
     return MultiTaskDataModule(parts, "max_size")
 
 

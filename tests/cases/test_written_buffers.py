@@ -21,7 +21,7 @@ from tests.support.small import (
     Validated,
     forced_fit,
     multi,
-    random_samples,
+    pairs,
     together,
 )
 
@@ -72,10 +72,6 @@ class Scaled(Small):
         self.log("val_loss", loss)
 
 
-def samples(count: int, seed: int) -> list[Sample]:
-    return random_samples(count, seed, x=(3,), y=(1,))
-
-
 def model() -> Any:
     torch.manual_seed(0)
     return multi({"a": Scaled(), "b": Scaled()})
@@ -83,8 +79,8 @@ def model() -> Any:
 
 def data() -> Any:
     return together(
-        a=Validated(samples(8, 1), [5, 3], validation=samples(3, 11)),
-        b=Validated(samples(8, 2), [4, 4], validation=samples(4, 12)),
+        a=Validated(pairs(8, 1), [5, 3], validation=pairs(3, 11)),
+        b=Validated(pairs(8, 2), [4, 4], validation=pairs(4, 12)),
     )
 
 
@@ -169,7 +165,7 @@ def test_parameters_changed_by_a_step_are_refused_and_left_as_they_were(way: str
     momentum = Momentum(way)
     before = {name: p.detach().clone() for name, p in momentum.named_parameters()}
     with pytest.raises(ValueError, match=r"task 'a'.*changes parameters itself \(tasks.a.teacher.*hook"):
-        inspect(multi({"a": momentum}), together(a=Validated(samples(8, 1), [5, 3])))
+        inspect(multi({"a": momentum}), together(a=Validated(pairs(8, 1), [5, 3])))
     for name, parameter in momentum.named_parameters():
         assert torch.equal(parameter, before[name]), name
 
@@ -249,7 +245,7 @@ class Floating(Small):
 
 def test_a_loss_that_is_a_number_is_refused_as_in_one_process() -> None:
     with pytest.raises(ValueError, match=r"task 'a': training_step returns a loss tensor.*got float"):
-        inspect(multi({"a": Floating()}), together(a=Validated(samples(8, 1), [5, 3])))
+        inspect(multi({"a": Floating()}), together(a=Validated(pairs(8, 1), [5, 3])))
 
 
 class Rooted(LightningModule):
@@ -267,7 +263,7 @@ class Rooted(LightningModule):
         return first + F.mse_loss(self.two(batch["b"]["x"]), batch["b"]["y"])
 
     def train_dataloader(self) -> dict[str, DataLoader[Any]]:
-        return {k: DataLoader(Samples(samples(8, s)), 4) for s, k in enumerate("ab")}
+        return {k: DataLoader(Samples(pairs(8, s)), 4) for s, k in enumerate("ab")}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spindle import MultiTaskModule
 from lightning_spindle.strategy import SpindleStrategy
-from tests.support import toys
+from tests.support import branching, toys
 from tests.support.fitting import (
     approx_dict,
     assert_same_fit,
@@ -26,7 +26,6 @@ from tests.support.fitting import (
     spindle_fit,
 )
 from tests.support.ranks import run_ranks
-from tests.support.small import Layer, Sample, Small, Validated, multi, random_samples, together
 
 Script = Callable[[int, Callable[..., Trainer]], Any]
 
@@ -102,28 +101,10 @@ def test_validate_and_test_without_fit(size: int) -> None:
     assert validated == tested
 
 
-class Odd(Small):
-    """Evaluated by one rank alone: a branch on numbers keeps its step whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Layer(3, 1)
-
-    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
-        y = self.tower(batch["x"])
-        return -y.mean() if float(y.detach().sum()) > 1e9 else y.square().mean()
-
-    def validation_step(self, batch: Sample, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-
 @pytest.mark.filterwarnings("ignore::lightning_spindle.capture.CaptureWarning")
 def test_a_model_is_whole_after_evaluation_too() -> None:
     def script(rank: int, make: Callable[..., Trainer]) -> Any:
-        torch.manual_seed(0)
-        samples = random_samples(8, 1, x=(3,))
-        model = multi({"a": Odd(), "b": Odd()})
-        data = together(**{task: Validated(samples, [4, 4], validation=samples) for task in "ab"})
+        model, data = branching.model(branching.Branching), branching.data()
         trainer = make()
         found: list[Any] = []
         for run in (trainer.validate, trainer.fit, trainer.validate, make().validate):

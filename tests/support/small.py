@@ -23,6 +23,11 @@ def random_samples(count: int, seed: int, **shapes: tuple[int, ...]) -> list[Sam
     return [{k: torch.randn(*shape, generator=draw) for k, shape in shapes.items()} for _ in range(count)]
 
 
+def pairs(count: int, seed: int) -> list[Sample]:
+    """``count`` samples of three inputs ``x`` and one target ``y``."""
+    return random_samples(count, seed, x=(3,), y=(1,))
+
+
 class Samples(Dataset[Sample]):
     """A list of samples."""
 

@@ -7,10 +7,11 @@ from tests.faults import bodies
 from tests.faults.fault import Fault
 
 REMEMBERED = "tests/cases/test_remembered.py"
+UNREMEMBERED = "tests/cases/test_unremembered.py"
 SEEN = f"{REMEMBERED}::test_what_a_step_remembers_is_seen_by_the_hooks_of_every_rank"
-REFUSED = f"{REMEMBERED}::test_what_other_ranks_cannot_have_is_refused"
+REFUSED = f"{UNREMEMBERED}::test_what_other_ranks_cannot_have_is_refused"
 METRICS = f"{REMEMBERED}::test_metrics_that_a_step_updates_are_those_of_one_process"
-WRITTEN = f"{REMEMBERED}::test_what_a_step_writes_to_loggers_is_written_by_rank_0"
+WRITTEN = "tests/cases/test_step_loggers.py::test_what_a_step_writes_to_loggers_is_written_by_rank_0"
 CONTENTS = "tests/capture/test_contents.py"
 DONE_ELSEWHERE = f"{CONTENTS}::test_changes_done_to_another_copy_make_it_the_same"
 PUT_BACK = f"{CONTENTS}::test_changes_are_put_back"
@@ -82,22 +83,22 @@ FAULTS = (
         "what-two-steps-set-not-compared",
         "lightning_spindle.runtime.telling:_refuse_twice",
         bodies.does_nothing,
-        (f"{REMEMBERED}::test_what_two_tasks_set_differently_is_refused",),
+        (f"{UNREMEMBERED}::test_what_two_tasks_set_differently_is_refused",),
     ),
     Fault(
         "modules-of-two-tasks-not-known",
         "lightning_spindle.capture.coarse:_others_modules",
         bodies.returns(frozenset()),
         (
-            f"{REMEMBERED}::test_changes_in_a_module_of_two_tasks_are_refused",
-            f"{REMEMBERED}::test_changes_in_what_two_tasks_hold_are_refused",
+            f"{UNREMEMBERED}::test_changes_in_a_module_of_two_tasks_are_refused",
+            f"{UNREMEMBERED}::test_changes_in_what_two_tasks_hold_are_refused",
         ),
     ),
     Fault(
         "caches-taken-for-changes",
         "lightning_spindle.capture.contents:_Own.changes",
         lambda original: lambda *given: (replace(c, fresh=False) for c in original(*given)),
-        (f"{REMEMBERED}::test_a_cache_in_a_module_of_two_tasks_is_filled",),
+        (f"{UNREMEMBERED}::test_a_cache_in_a_module_of_two_tasks_is_filled",),
     ),
     Fault(
         "steps-know-their-rank",
