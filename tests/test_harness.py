@@ -174,7 +174,7 @@ print("args", *sys.argv[1:])
 if "group" in sys.argv:
     import torch.distributed as dist
     dist.init_process_group("gloo")
-    print("rank", dist.get_rank(), "of", dist.get_world_size())
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}")  # one piece: the ranks share the output
     dist.destroy_process_group()
 if "leave" in sys.argv:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -170,20 +170,10 @@ class ProcessGroupTransport:
             raise self._failures.explain(e, names, waited_s) from e
 
     def break_off(self) -> None:
-        """Ends all communication of this rank: what waits here or for it at other ranks raises at once.
-
-        Gloo keeps a dead rank's peers waiting while an operation of its own is under way, and closes
-        all connections of a group where a receive takes longer than its limit: so one is made to.
-        """
+        """Ends all communication of this rank: what waits here or for it at other ranks raises at once."""
         for ranks, group in self._groups.items():
-            if group is None or self.rank not in ranks:
-                continue
-            other = (ranks.index(self.rank) + 1) % len(ranks)
-            with suppress(RuntimeError):
-                if group.name() == "gloo":
-                    group.recv([torch.zeros(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
-                else:
-                    group.abort()
+            if group is not None and self.rank in ranks:
+                _disconnect(group)
 
     def _group(self, ranks: Ranks) -> dist.ProcessGroup:
         group = self._groups.get(ranks)
@@ -193,6 +183,22 @@ class ProcessGroupTransport:
     def _post(self, start: Callable[[], dist.Work], tensor: torch.Tensor, peers: Ranks) -> Pending:
         with self.explained(peers):
             return _Work(start(), tensor, self, peers)
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    """Closes this rank's connections of a group, whatever is under way.
+
+    Gloo keeps a dead rank's peers waiting while an operation of its own is under way, and closes
+    all connections of a group where a receive takes longer than its limit: so one is made to. From
+    a peer that is lost already it fails at once and closes nothing, so every peer is tried.
+    """
+    if group.name() != "gloo":
+        with suppress(RuntimeError):
+            group.abort()
+        return
+    for peer in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

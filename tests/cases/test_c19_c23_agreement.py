@@ -186,7 +186,9 @@ if os.environ.get("PYTHONHASHSEED") != seed:
 import warnings; warnings.simplefilter("ignore")
 from tests.cases.test_c19_c23_agreement import planned_digests
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-print("DIGESTS", seed, hash("spindle"), *planned_digests(rank, size, 1))
+digests = " ".join(planned_digests(rank, size, 1))
+# Written in one piece: the ranks share the output, and torchrun's do not buffer.
+sys.stdout.write(f"DIGESTS {seed} {hash('spindle')} {digests}\\n")
 """
 
 

@@ -1,7 +1,9 @@
-"""What moves between ranks arrives as it was, whatever its dtype."""
+"""What moves between ranks arrives as it was, whatever its dtype; who breaks off keeps nobody waiting."""
 
+import time
 from datetime import timedelta
 
+import pytest
 import torch
 
 from lightning_spindle.runtime.messages import _DTYPES
@@ -30,3 +32,19 @@ def test_each_dtype_is_sent_and_broadcast() -> None:
             assert torch.equal(ours, expected), expected.dtype
 
     run_ranks(rank, 2)
+
+
+def test_rank_that_lost_one_connection_breaks_off_the_others() -> None:
+    """Rank 2 waits for rank 0, which waits for rank 1, which fails; all of them go on running."""
+
+    def rank(index: int, size: int) -> float:
+        transport = world_transport(timedelta(seconds=20))
+        start_s = time.monotonic()
+        if index != 1:
+            pending = transport.receive(torch.zeros(1), 1 if index == 0 else 0, tag=0)
+            with pytest.raises(RuntimeError):
+                pending.wait()
+        transport.break_off()
+        return time.monotonic() - start_s
+
+    assert max(run_ranks(rank, 3, group_timeout_s=20)) < 10

@@ -145,7 +145,7 @@ def test_failing_rank_that_goes_on_running() -> None:
             fit_once(
                 fragile, fragile_data, SpindleStrategy(plan=plan), devices=size, callbacks=[when], max_steps=4
             )
-        time.sleep(4 if rank == 1 else 0)
+        time.sleep(6 if rank == 1 else 0)
         return str(caught.value)
 
     outcomes = watch_ranks(body, 3, timeout_s=LIMIT_S)

@@ -1,8 +1,9 @@
 """What faults in the engine, messages and batches put in place of functions."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from tests.faults.bodies import Function
@@ -175,5 +176,18 @@ def keeps_activations(original: Function) -> Function:
         if state is not None:
             iteration.given[f"kept by run {instruction.index}"] = (dict(state.outputs),)
         original(self, instruction, iteration, seeds)
+
+    return faulty
+
+
+def tries_one_connection(original: Function) -> Function:
+    """A receive that times out is tried with the next rank alone, which may be lost already."""
+
+    def faulty(group: Any) -> None:
+        import torch
+
+        with suppress(RuntimeError):
+            work = group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), 0)
+            work.wait(timedelta(milliseconds=1))
 
     return faulty

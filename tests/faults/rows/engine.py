@@ -333,6 +333,12 @@ FAULTS = (
         ("tests/strategy/test_failures.py::test_failing_rank_that_goes_on_running",),
     ),
     Fault(
+        "failure-tries-one-connection",
+        "lightning_spindle.runtime.transport:_disconnect",
+        broken.tries_one_connection,
+        ("tests/runtime/test_transport.py::test_rank_that_lost_one_connection_breaks_off_the_others",),
+    ),
+    Fault(
         "metrics-not-restored",
         "lightning_spindle.runtime.replay:restore_metrics",
         bodies.does_nothing,
