@@ -10,9 +10,9 @@ Mode ``figures`` makes the paper's figures of such simulations (``figures=[scali
 all; ``conf/mode/figures.yaml`` has their cases).
 
 ``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
-what they found, with a figure at the end of a simulated sweep. Where the directory of a simulated or emulated
-sweep (``hydra.sweep.dir=…``) has rows of an earlier time, only what is missing or failed is done; measured
-jobs are all done again. The exit code is 1 if a job failed.
+what they found, with a figure at the end of a simulated sweep. Where the directory (``hydra.sweep.dir=…``,
+``hydra.run.dir=…``) has rows of an earlier time, only what is missing or failed is done; of measured jobs a
+whole repeat is, for times are compared with those taken beside them. The exit code is 1 if a job failed.
 """
 
 import sys
@@ -33,7 +33,7 @@ from benchmarking.figures.making import make_figures
 from benchmarking.measured import REPORT, RESULTS, measure
 from benchmarking.report import report
 from benchmarking.report_simulated import report_simulated
-from benchmarking.results import append
+from benchmarking.results import append, read_rows
 from benchmarking.simulated import (
     Cell,
     Result,
@@ -43,7 +43,7 @@ from benchmarking.simulated import (
     simulate_baseline,
     simulate_spindle,
 )
-from benchmarking.sweep import Progress, jobs_of, read_rows
+from benchmarking.sweep import Progress, jobs_of
 
 _failures: list[str] = []
 """Of all runs of a sweep, which an exception would end."""
@@ -98,7 +98,7 @@ def _do(
         append(results, row)
         print(_progress.line(f"FAILED: {row.error}"), flush=True)
         return False
-    known = {row.key: row for row in read_rows(results) if not row.error}
+    known = {row.key: row for row in read_rows(results, SimulatedRow) if not row.error}
     rows = []
     for blank, job in jobs_on(cell):
         row = known.get(blank.key)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def run_job(
 ) -> dict[str, Any]:
     """Run ``command`` on ``folder``, which has the job in ``job.json`` and gets ``result.json``.
 
-    What the job and its ranks print goes to ``log.txt`` there.
+    What the job and its ranks print goes to ``log.txt`` there. What an earlier job left there is removed.
 
     Returns:
         The job's result (see ``benchmarking.job``).
@@ -40,6 +41,8 @@ def run_job(
     Raises:
         JobFailed: it raised, was killed, or was not done in time. Nothing of it is left running.
     """
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / JOB).write_text(json.dumps(job, indent=1))
     with (folder / LOG).open("w") as log:

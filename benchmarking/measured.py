@@ -1,5 +1,6 @@
 """The measured mode: jobs in turns, a row for each, whatever becomes of it."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking import hardware
+from benchmarking.earlier import Launch, kept
 from benchmarking.jobs import Job, jobs_of
-from benchmarking.launch import JobFailed, run_job
+from benchmarking.launch import RESULT, JobFailed, run_job
 from benchmarking.results import Losses, Row, append, largest_difference
 
 RESULTS, REPORT = "results.csv", "report.md"
@@ -60,28 +62,36 @@ class Measurement:
 def measure(
     config: dict[str, Any], directory: Path, results: Path, say: Callable[[str], None]
 ) -> Measurement:
-    """Run all jobs of a composed ``conf/benchmark.yaml``.
+    """Run all jobs of a composed ``conf/benchmark.yaml`` but those that an earlier run has done.
 
     Args:
         config: as plain containers.
-        directory: for the jobs' files, one folder each.
+        directory: for the jobs' files, one folder each; those of an earlier run are there.
         results: the CSV file that rows are added to, each when its job has ended.
         say: is told of each job, in a line.
 
     Raises:
-        ValueError: the configuration asks for what cannot be run.
+        ValueError: the configuration asks for what cannot be run, or the earlier run's jobs were others.
     """
     require_steps(config)
     jobs = jobs_of(config["systems"], config["processes"], config["repeats"], config["system"])
+    launches = [Launch(job, job_config(job, config), directory / "jobs" / job.folder) for job in jobs]
+    earlier = kept(launches, results)
     measurement = Measurement(Sameness(**config["same_losses"]))
-    started = datetime.now()
-    for number, job in enumerate(jobs, 1):
-        row = _measure(job, config, directory / "jobs" / job.folder, measurement.sameness)
-        append(results, row)
+    started, done = datetime.now(), 0
+    for number, launch in enumerate(launches, 1):
+        before = earlier.get(launch.job)
+        row = _measure(launch, config, results, measurement.sameness, before)
+        if row != before:
+            append(results, row)
         measurement.rows.append(row)
-        left_s = (datetime.now() - started).total_seconds() / number * (len(jobs) - number)
+        when = "of an earlier run"
+        if before is None:
+            done += 1
+            left_s = (datetime.now() - started).total_seconds() / done * (len(jobs) - len(earlier) - done)
+            when = f"{left_s:.0f} s left"
         outcome = f"FAILED: {row.error}" if row.error else f"{row.step_ms:.1f} ms a step"
-        say(f"[{number}/{len(jobs)}] {job}: {outcome} ({left_s:.0f} s left)")
+        say(f"[{number}/{len(jobs)}] {launch.job}: {outcome} ({when})")
     return measurement
 
 
@@ -94,12 +104,17 @@ def require_steps(config: dict[str, Any]) -> None:
         raise ValueError(f"same_losses.steps={compared}: a job has {total} steps (steps + warmup)")
 
 
-def _measure(job: Job, config: dict[str, Any], folder: Path, sameness: Sameness) -> Row:
-    """Run one job; its row says what went wrong, if anything did."""
-    date = datetime.now().isoformat(timespec="seconds")
+def _measure(
+    launch: Launch, config: dict[str, Any], results: Path, sameness: Sameness, before: Row | None
+) -> Row:
+    """Run one job, unless it was ``before``; its row says what went wrong, if anything did."""
+    job, date = launch.job, datetime.now().isoformat(timespec="seconds")
     found: dict[str, Any] = {}
     try:
-        found = run_job(job_config(job, config), folder, config["timeout_s"])
+        if before is None:
+            found = run_job(launch.told, launch.folder, config["timeout_s"])
+        else:
+            found, date = json.loads((launch.folder / RESULT).read_text()), before.date
         error = _problem(job, found, sameness)
     except JobFailed as failure:
         error = str(failure)
@@ -127,6 +142,7 @@ def _measure(job: Job, config: dict[str, Any], folder: Path, sameness: Sameness)
         cpu=hardware.cpu_name(),
         torch=hardware.torch_version(),
         error=error,
+        folder=launch.place(results),
     )
 
 

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Row:
     cpu: str
     torch: str
     error: str
+    folder: str
+    """Of the job's files, seen from the rows' own. A job that is done again has a second row with it."""
 
 
 def append(path: Path, row: "DataclassInstance") -> None:
@@ -51,16 +55,45 @@ def append(path: Path, row: "DataclassInstance") -> None:
         ValueError: the file has rows of another kind.
     """
     new = not path.exists()
-    names = [field.name for field in fields(row)]
     if not new:
-        with path.open(newline="") as file:
-            if next(csv.reader(file), None) != names:
-                raise ValueError(f"{path} has rows of another kind (mode): give this one another directory")
+        _require_kind(path, type(row))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, names)
+        writer = csv.DictWriter(file, [field.name for field in fields(row)])
         if new:
             writer.writeheader()
         writer.writerow(asdict(row))
+
+
+def read_rows(path: Path, kind: type[R]) -> list[R]:
+    """The rows of a CSV file, none where there is no file.
+
+    Raises:
+        ValueError: the file has rows of another kind.
+    """
+    if not path.exists():
+        return []
+    _require_kind(path, kind)
+    hints = get_type_hints(kind)
+    with path.open(newline="") as file:
+        return [
+            kind(**{f.name: _value(line[f.name], hints[f.name]) for f in fields(kind)})
+            for line in csv.DictReader(file)
+        ]
+
+
+def _require_kind(path: Path, kind: "type[DataclassInstance]") -> None:
+    with path.open(newline="") as file:
+        if next(csv.reader(file), None) != [field.name for field in fields(kind)]:
+            raise ValueError(f"{path} has rows of another kind (mode): give this one another directory")
+
+
+def _value(text: str, kind: Any) -> Any:
+    """A cell's text as its column's type; empty is None where that may be."""
+    optional = type(None) in get_args(kind)
+    if optional and text == "":
+        return None
+    plain = next((k for k in get_args(kind) if k is not type(None)), kind) if optional else kind
+    return plain(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,8 @@
 """Sweeps: what was done before is not done again, and how long the rest takes is said."""
 
-import csv
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from math import prod
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -37,18 +33,6 @@ class Progress:
         return f"[{self.done}/{self.jobs}] {what} ({left_s:.0f} s left)" if self.jobs > 1 else what
 
 
-def read_rows(path: Path) -> list[SimulatedRow]:
-    """The rows of a CSV file, none where there is no file."""
-    if not path.exists():
-        return []
-    hints = get_type_hints(SimulatedRow)
-    with path.open(newline="") as file:
-        return [
-            SimulatedRow(**{f.name: _value(line[f.name], hints[f.name]) for f in fields(SimulatedRow)})
-            for line in csv.DictReader(file)
-        ]
-
-
 def latest(rows: Iterable[SimulatedRow]) -> list[SimulatedRow]:
     """Of each job its last row, for jobs that failed are done again; cells and systems as they first came."""
     found: dict[tuple[object, ...], SimulatedRow] = {}
@@ -56,12 +40,3 @@ def latest(rows: Iterable[SimulatedRow]) -> list[SimulatedRow]:
         found[row.key] = row
     cells = list(dict.fromkeys(row.cell for row in found.values()))
     return sorted(found.values(), key=lambda row: cells.index(row.cell))
-
-
-def _value(text: str, kind: Any) -> Any:
-    """A cell's text as its column's type; empty is None where that may be."""
-    optional = type(None) in get_args(kind)
-    if optional and text == "":
-        return None
-    plain = next((k for k in get_args(kind) if k is not type(None)), kind) if optional else kind
-    return plain(text)

@@ -11,7 +11,9 @@ from benchmarking.figures.speedups import speedup_figure
 from benchmarking.figures.style import save
 from benchmarking.measured import REPORT, RESULTS
 from benchmarking.report_simulated import report_simulated
-from benchmarking.sweep import latest, read_rows
+from benchmarking.results import read_rows
+from benchmarking.simulated import SimulatedRow
+from benchmarking.sweep import latest
 
 FIGURE = "speedup.png"
 _log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ def report_sweep(directory: Path) -> None:
 
     Simulated ones have a figure if matplotlib is there.
     """
-    rows = latest(read_rows(directory / RESULTS))
+    rows = latest(read_rows(directory / RESULTS, SimulatedRow))
     parts = [report_simulated(rows)]
     if simulated := [row for row in rows if row.mode == "simulated"]:
         try:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -31,7 +30,7 @@ from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
 from tests.support.ranks import RankError, run_ranks
 from tests.support.scripts import ROOT, run_script
-from tests.support.workloads import data_of, model_of, size_of
+from tests.support.workloads import composed, data_of, model_of, size_of
 
 SIZE = ModelSize(width=16, layers=1, heads=2, mlp_ratio=2, embedding=8, dropout=0.0, patch=4, frames=5)
 ROWS = {"image_text": {"batch_size": 7}, "audio_text": {"batch_size": 5}}
@@ -129,11 +128,6 @@ def test_mean_of_shards_gradients_is_one_process_s(workload: str, ranks: int) ->
 
 
 # -------------------------------------------------------------------------------------------------- jobs
-def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose("benchmark", list(overrides)), resolve=True)
-
-
 def test_systems_take_turns_where_they_can_run() -> None:
     config = composed()
     jobs = jobs_of(["plain", "spindle", "spindle:search", "ddp"], [1, 2], 2, config["system"])
@@ -383,7 +377,7 @@ def test_ranks_in_different_folders_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.scripts
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(360)
 def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: Path) -> None:
     """Two processes, then one: ranks are counted by a collective, and tell where they work."""
     options = ["-m", *TINY, "processes=[2,1]", "systems=[spindle],[plain]", "hydra.sweep.dir=swept"]
@@ -410,3 +404,8 @@ def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: P
         assert job["folders"] == [str(tree / folder)] * count
     assert output.count("compared with no other's") == 2
     assert (tree / "report.md").read_text().count("Measured ") == 2
+
+    times = {path: path.stat().st_mtime_ns for path in tree.rglob("result.json")}
+    again = run_script(ROOT / "benchmark.py", options, cwd=tmp_path, timeout_s=60).check().stdout
+    assert again.count("of an earlier run") == 2
+    assert {path: path.stat().st_mtime_ns for path in tree.rglob("result.json")} == times

@@ -24,8 +24,8 @@ from lightning_spindle.planner import PLANNERS
 from lightning_spindle.planner.placement import Policy
 from lightning_spindle.planner.spindle import Reading, plan_spindle
 from lightning_spindle.simulate import simulate
+from tests.support.workloads import composed
 from tests.test_baselines import graph_of
-from tests.test_simulated import composed
 
 SMALL = {
     "scaling": [{"workload": "ofasys", "tasks": [2], "devices": [4]}],

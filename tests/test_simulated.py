@@ -12,28 +12,28 @@ from typing import Any
 
 import hydra
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import benchmark
 from benchmarking import simulated
 from benchmarking.cells import cell_of, of_tasks
 from benchmarking.report_simulated import report_simulated, speedup
-from benchmarking.results import append
-from benchmarking.simulated import Cell, attempted, samples_of, simulate_baseline, simulate_spindle
-from benchmarking.sweep import Progress, jobs_of, latest, read_rows
+from benchmarking.results import append, read_rows
+from benchmarking.simulated import (
+    Cell,
+    SimulatedRow,
+    attempted,
+    samples_of,
+    simulate_baseline,
+    simulate_spindle,
+)
+from benchmarking.sweep import Progress, jobs_of, latest
 from benchmarking.sweep_report import report_sweep
 from lightning_spindle.costs import A800, AnalyticCosts
 from lightning_spindle.planner import PLANNERS
+from tests.support.workloads import composed
 from tests.test_baselines import graph_of
 
 ROOT = Path(__file__).parents[1]
-
-
-def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config: Any = OmegaConf.to_container(compose("benchmark", list(overrides)), resolve=True)
-    return config
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_rows_are_read_as_they_were_written(cell: Cell, tmp_path: Path) -> None:
     rows = [simulate_spindle(cell, "seq", 0.2).row, replace(cell.row("megatron"), error="no, none")]
     for row in rows:
         append(tmp_path / "results.csv", row)
-    assert read_rows(tmp_path / "results.csv") == rows
-    assert read_rows(tmp_path / "other.csv") == []
+    assert read_rows(tmp_path / "results.csv", SimulatedRow) == rows
+    assert read_rows(tmp_path / "other.csv", SimulatedRow) == []
 
 
 def test_a_sweep_goes_on_where_it_stopped(
@@ -164,7 +164,7 @@ def test_a_sweep_has_one_tree_one_table_and_one_report(
     sweep(monkeypatch, directory, "planner=seq,stmm", "workload.tasks=99", "seed=0,1")
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]
     assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
-    rows = read_rows(directory / "results.csv")
+    rows = read_rows(directory / "results.csv", SimulatedRow)
     assert len({row.key for row in rows if not row.error}) == sum(not row.error for row in rows) == 5
     assert [row.name for row in latest(rows) if row.error] == ["seq", "optimus", "stmm"]
     text = (directory / "report.md").read_text()
@@ -187,7 +187,7 @@ def test_emulated_iterations_stand_beside_simulated_ones(
     real = simulated.simulate
     monkeypatch.setattr(simulated, "simulate", lambda program, costs: real(program, slow))
     sweep(monkeypatch, tmp_path, "mode=emulated", "planner=spindle,seq")
-    rows = [row for row in read_rows(tmp_path / "results.csv") if row.mode == "emulated"]
+    rows = [row for row in read_rows(tmp_path / "results.csv", SimulatedRow) if row.mode == "emulated"]
     assert [(row.name, bool(row.error)) for row in rows] == [("spindle", False), ("seq", True)]
     for row in rows:
         assert row.difference == pytest.approx(row.simulated_ms / row.emulated_ms - 1.0)

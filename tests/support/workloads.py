@@ -1,10 +1,11 @@
-"""The workloads of ``conf/workload``, for tests."""
+"""The workloads of ``conf/workload`` and the configuration of benchmarks, for tests."""
 
 import functools
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_spindle import MultiTaskDataModule, MultiTaskModule
@@ -14,6 +15,13 @@ from tasks.workloads import WorkloadSize, task_names, workload_data, workload_mo
 from tests.support.scripts import ROOT
 
 SCHEDULE = AdamWSchedule(lr=1e-3, weight_decay=0.1, warmup=2, total=10)
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """``conf/benchmark.yaml`` with overrides, as plain containers."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config: Any = OmegaConf.to_container(compose("benchmark", list(overrides)), resolve=True)
+    return config
 
 
 @functools.cache

@@ -31,3 +31,12 @@ def gives_own_environment(original: Function) -> Function:
         return dict(os.environ)
 
     return faulty
+
+
+def keeps_each_job_alone(original: Function) -> Function:
+    """A job that ended well counts, whatever became of its repeat."""
+
+    def faulty(launches: Any, results: Any) -> Any:
+        return {job: row for launch in launches for job, row in original([launch], results).items()}
+
+    return faulty

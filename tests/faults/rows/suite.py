@@ -52,6 +52,18 @@ FAULTS = (
         ("tests/test_benchmark.py::test_other_ranks_than_asked_for_are_an_error",),
     ),
     Fault(
+        "benchmark-keeps-parts-of-repeats",
+        "benchmarking.measured:kept",
+        broken.keeps_each_job_alone,
+        ("tests/test_resuming.py::test_a_repeat_that_was_cut_short_is_measured_again",),
+    ),
+    Fault(
+        "benchmark-mixes-settings",
+        "benchmarking.earlier:_ran",
+        bodies.returns(True),
+        ("tests/test_resuming.py::test_jobs_of_other_settings_are_an_error",),
+    ),
+    Fault(
         "benchmark-asks-one-rank-where-it-works",
         "benchmarking.job:gathered",
         bodies.changes_result(lambda folders: folders[:1]),
