@@ -11,8 +11,8 @@ all; ``conf/mode/figures.yaml`` has their cases).
 
 ``results.csv`` in the run's directory, or the sweep's, has a row for every job; ``report.md`` there tells
 what they found, with a figure at the end of a simulated sweep. Where the directory (``hydra.sweep.dir=…``,
-``hydra.run.dir=…``) has rows of an earlier time, only what is missing or failed is done; of measured jobs a
-whole repeat is, for times are compared with those taken beside them. The exit code is 1 if a job failed.
+``hydra.run.dir=…``) has rows of an earlier time, only what is missing or failed is done; measured jobs by
+whole repeats, for ratios compare launches that ran beside one another. The exit code is 1 if a job failed.
 """
 
 import sys

@@ -1,7 +1,9 @@
 """Which jobs a measured benchmark consists of."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +36,19 @@ class Job:
     def __str__(self) -> str:
         plural = "es" if self.processes != 1 else ""
         return f"{self.system} on {self.processes} process{plural}, repeat {self.repeat}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A job with what its processes are told, and the folder of its files."""
+
+    job: Job
+    told: dict[str, Any]
+    folder: Path
+
+    def place(self, results: Path) -> str:
+        """The folder as a row names it."""
+        return os.path.relpath(self.folder, results.parent)
 
 
 def jobs_of(

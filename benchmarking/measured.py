@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarking import hardware
-from benchmarking.earlier import Launch, kept
-from benchmarking.jobs import Job, jobs_of
+from benchmarking.earlier import kept
+from benchmarking.jobs import Job, Launch, jobs_of
 from benchmarking.launch import RESULT, JobFailed, run_job
 from benchmarking.results import Losses, Row, append, largest_difference
 

@@ -59,8 +59,8 @@ FAULTS = (
     ),
     Fault(
         "benchmark-mixes-settings",
-        "benchmarking.earlier:_ran",
-        bodies.returns(True),
+        "benchmarking.earlier:_require_same",
+        bodies.does_nothing,
         ("tests/test_resuming.py::test_jobs_of_other_settings_are_an_error",),
     ),
     Fault(
