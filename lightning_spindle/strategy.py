@@ -164,6 +164,7 @@ class SpindleStrategy(ProcessStrategy):
             return
         model = self.lightning_module
         assert model is not None
+        self._undo.enter_context(self._signals_put_off(model.trainer))
         seed = seed_alike(self._transport, self.root_device)
         self._settings.require_agreement(self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
@@ -240,6 +241,7 @@ class SpindleStrategy(ProcessStrategy):
         assert self._session is not None
         if name not in self._session.steps:
             return {}  # no task of the model has the step
+        self._look_for_signals()
         return self._forward(name, batch, args, kwargs, context)[0].output
 
     def _forward(
@@ -408,6 +410,7 @@ class SpindleStrategy(ProcessStrategy):
         if self._recording is not None and self._timeline:
             folder = Path(self.lightning_module.trainer.default_root_dir)
             self._recording.write(folder, self._transport, self.root_device)
+        self._look_for_signals()
 
     def on_exception(self, exception: BaseException) -> None:
         apart = self._session is not None and not self._session.state.complete

@@ -46,7 +46,7 @@ class Failures:
             return PeerError(f"rank {self._rank} stops, because {known}")
         where = "".join(f" {call}, without the others." for call in self._calls())
         if too_long:
-            # Lightning goes on after a look for SIGTERM that took too long: then it was an earlier wait.
+            # A wait that took too long closes its group: if its error was caught, the next fails at once.
             how = f"waited {waited_s:.0f} s" if waited_s >= 1 else "waited too long, in an earlier call,"
             return PeerError(
                 f"rank {self._rank} {how} for {peers} in vain: it is stuck, or not at the same call.{where} "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_spindle.runtime import checks
 from lightning_spindle.runtime.failures import Failures, default_failures
 from lightning_spindle.runtime.objects import broadcast_object, meet
+from lightning_spindle.runtime.signals import Signals
 from lightning_spindle.runtime.transport import (
     LocalTransport,
     ProcessGroupTransport,
@@ -45,6 +47,7 @@ class ProcessStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._transport: ProcessGroupTransport | LocalTransport = LocalTransport()
         self._failures: Failures | None = None
+        self._signals: Signals | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -135,18 +138,43 @@ class ProcessStrategy(ParallelStrategy):
         with nullcontext() if self._failures is None else self._failures.calling(what):
             meet(what, self._transport, self.root_device)
 
+    @contextmanager
+    def _signals_put_off(self, trainer: Any) -> Iterator[None]:
+        """Inside, signals that Lightning acts on are acted on by all ranks, in ``_look_for_signals``."""
+        if self.world_size == 1:
+            yield
+            return
+        self._signals = Signals(trainer, self._transport, self.root_device)
+        loop = trainer.fit_loop.epoch_loop
+        # Instead of Lightning's own look before each batch, which sees rank 0 alone and hides errors.
+        loop._broadcast_sigterm_tensor = self._look_for_signals
+        yield
+        self._signals = None
+        del loop._broadcast_sigterm_tensor
+
+    def _look_for_signals(self) -> None:
+        if self._signals is not None:
+            self._signals.look()
+
     @property
     def _interrupted(self) -> bool:
         """Whether this rank has failed: others may be gone, and nothing collective can work."""
         trainer = getattr(self.lightning_module, "_trainer", None)
-        return (
-            self.world_size > 1 and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        )
+        ended = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return self.world_size > 1 and ended and not self._ending_together
+
+    @property
+    def _ending_together(self) -> bool:
+        return self._signals is not None and self._signals.ending
 
     def on_exception(self, exception: BaseException) -> None:
         """Lets the other ranks know, and keeps none of them waiting for this one."""
+        if not self._ending_together:
+            self._leave_word(exception)
+        super().on_exception(exception)
+
+    def _leave_word(self, exception: BaseException) -> None:
         if self._failures is not None and isinstance(self._transport, ProcessGroupTransport):
             self._failures.report(exception)
             self._transport.break_off()
             self._failures.leave()
-        super().on_exception(exception)

@@ -71,3 +71,26 @@ def runs_operators_twice(original: Function) -> Function:
         self._callables = {name: twice(call) for name, call in self._callables.items()}
 
     return faulty
+
+
+def looks_for_no_signals(original: Function) -> Function:
+    """Signals that have come by then are not seen in this call."""
+
+    def faulty(self: Any, *args: Any) -> Any:
+        self._look_for_signals = lambda: None
+        try:
+            return original(self, *args)
+        finally:
+            del self._look_for_signals
+
+    return faulty
+
+
+def hears_rank_0_alone(original: Function) -> Function:
+    """As Lightning does: signals that other ranks get are lost."""
+
+    def faulty(self: Any, *args: Any) -> None:
+        if self._transport.rank == 0:
+            original(self, *args)
+
+    return faulty

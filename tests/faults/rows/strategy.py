@@ -16,6 +16,7 @@ from tests.faults.files import (
     ROW_LOADING,
     SAMPLERS,
     SHARDED,
+    SIGNALS,
     SKIPPED,
     WAYS,
 )
@@ -288,6 +289,40 @@ FAULTS = (
         "lightning_spindle.runtime.processes:ProcessStrategy._interrupted",
         bodies.returns(False),
         ("tests/strategy/test_failures.py::test_after_an_exception",),
+    ),
+    Fault(
+        "signals-acted-on-where-they-come",
+        "lightning_spindle.runtime.signals:Signals._put_off",
+        bodies.returns({}),
+        (
+            f"{SIGNALS}::test_ranks_end_at_the_same_step[rank-0]",
+            f"{SIGNALS}::test_requeue",
+            f"{SIGNALS}::test_a_signal_does_not_hide_why_a_wait_failed",
+        ),
+    ),
+    Fault(
+        "signals-of-other-ranks-lost",
+        "lightning_spindle.runtime.signals:Signals._note",
+        broken.hears_rank_0_alone,
+        (f"{SIGNALS}::test_ranks_end_at_the_same_step[rank-1]", f"{SIGNALS}::test_in_validation"),
+    ),
+    Fault(
+        "signals-wait-for-the-end-of-validation",
+        "lightning_spindle.strategy:SpindleStrategy._evaluate",
+        broken.looks_for_no_signals,
+        (f"{SIGNALS}::test_in_validation",),
+    ),
+    Fault(
+        "signals-of-the-last-step-lost",
+        "lightning_spindle.strategy:SpindleStrategy.on_train_end",
+        broken.looks_for_no_signals,
+        (f"{SIGNALS}::test_in_the_last_step",),
+    ),
+    Fault(
+        "terminated-ranks-save-nothing",
+        "lightning_spindle.runtime.processes:ProcessStrategy._ending_together",
+        bodies.returns(False),
+        (f"{SIGNALS}::test_ranks_end_at_the_same_step[all]",),
     ),
     Fault(
         "full-model-not-named",
