@@ -140,6 +140,7 @@ class SpindleStrategy(ProcessStrategy):
     def setup(self, trainer: Any) -> None:
         assert self.lightning_module is not None
         checks.require_supported(trainer, self.lightning_module, self.world_size)
+        self._undo.enter_context(self._signals_put_off(trainer))
         super().setup(trainer)
         allow_skipping(trainer)
         self._undo.callback(end_skipping, trainer)
@@ -164,7 +165,6 @@ class SpindleStrategy(ProcessStrategy):
             return
         model = self.lightning_module
         assert model is not None
-        self._undo.enter_context(self._signals_put_off(model.trainer))
         seed = seed_alike(self._transport, self.root_device)
         self._settings.require_agreement(self._transport, self.root_device)
         with isolate_rng(), self.precision_plugin.forward_context(), self._inside_a_step():
@@ -188,6 +188,7 @@ class SpindleStrategy(ProcessStrategy):
             planning.announce(
                 planned.plan, self._session.steps[TRAIN].program, planned.costs, self._recording.predicted
             )
+        self._look_for_signals()
 
     def _localise(self) -> None:
         assert self._session is not None
@@ -241,7 +242,6 @@ class SpindleStrategy(ProcessStrategy):
         assert self._session is not None
         if name not in self._session.steps:
             return {}  # no task of the model has the step
-        self._look_for_signals()
         return self._forward(name, batch, args, kwargs, context)[0].output
 
     def _forward(
@@ -410,9 +410,10 @@ class SpindleStrategy(ProcessStrategy):
         if self._recording is not None and self._timeline:
             folder = Path(self.lightning_module.trainer.default_root_dir)
             self._recording.write(folder, self._transport, self.root_device)
-        self._look_for_signals()
 
     def on_exception(self, exception: BaseException) -> None:
+        if self._ending_together and self._session is not None:
+            self._session.state.consolidate()
         apart = self._session is not None and not self._session.state.complete
         checks.add_hints(exception, apart and self.world_size > 1)
         super().on_exception(exception)

@@ -88,6 +88,7 @@ class ProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         checks.require_devices(self.accelerator)
+        self._signals = None
         super().setup_environment()
         self.set_world_ranks()
         checks.require_world(self.world_size, self.num_nodes * self.num_processes)
@@ -140,17 +141,13 @@ class ProcessStrategy(ParallelStrategy):
 
     @contextmanager
     def _signals_put_off(self, trainer: Any) -> Iterator[None]:
-        """Inside, signals that Lightning acts on are acted on by all ranks, in ``_look_for_signals``."""
+        """Inside, signals that the Trainer acts on are acted on by all ranks, between steps."""
         if self.world_size == 1:
             yield
             return
-        self._signals = Signals(trainer, self._transport, self.root_device)
-        loop = trainer.fit_loop.epoch_loop
-        # Instead of Lightning's own look before each batch, which sees rank 0 alone and hides errors.
-        loop._broadcast_sigterm_tensor = self._look_for_signals
-        yield
-        self._signals = None
-        del loop._broadcast_sigterm_tensor
+        self._signals = Signals(self._transport, self.root_device)
+        with self._signals.put_off(trainer):
+            yield
 
     def _look_for_signals(self) -> None:
         if self._signals is not None:
@@ -158,7 +155,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether this rank has failed: others may be gone, and nothing collective can work."""
+        """Whether this rank has failed alone: others may be gone, and nothing collective can work."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         ended = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         return self.world_size > 1 and ended and not self._ending_together
@@ -168,7 +165,7 @@ class ProcessStrategy(ParallelStrategy):
         return self._signals is not None and self._signals.ending
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lets the other ranks know, and keeps none of them waiting for this one."""
+        """Lets the other ranks know, and keeps none of them waiting; not where a signal ends all of them."""
         if not self._ending_together:
             self._leave_word(exception)
         super().on_exception(exception)

@@ -71,7 +71,8 @@ def launch(script: Path, how: str, nproc: int | None = None) -> ScriptResult:
     now = time.monotonic()
     output = f"{result}"
     assert not result.timed_out, output
-    assert result.returncode != 0 or how == "terminate", output  # SIGTERMException is a SystemExit
+    ends_well = how == "terminate" and nproc is None  # SIGTERMException is a SystemExit without a code
+    assert (result.returncode == 0) == ends_well, output
     assert not result.leftovers, output
     assert "ended well" not in result.stdout, output
     failed = re.findall(r"failing at ([\d.]+)", result.stdout)

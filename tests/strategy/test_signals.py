@@ -1,7 +1,9 @@
 """Signals that Lightning acts on (SIGTERM, SLURM's requeue), while ranks are at different operators."""
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,155 +13,237 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_spindle import MultiTaskModule
+from lightning_spindle.runtime import signals
 from lightning_spindle.strategy import SpindleStrategy
 from tests.strategy.ending import LIMIT_S, assert_all_ended, watch_fit
 from tests.strategy.test_failures import Fails, everywhere, fragile, fragile_data
 from tests.support.fitting import fit_once, plain_fit
 from tests.support.ranks import RankOutcome, watch_ranks
 
+EPOCH = 3
+"""Steps."""
 STEP = 2
 STEPS = 8
-SEVERAL = {0: "end", 1: "forward", 2: "backward"}
+ONE_BY_ONE = {0: "end", 1: "forward", 2: "backward"}
 """Rank 0's comes between two steps, the others' come inside the second."""
 
 
 class Signalled(Callback):
-    """Sends signals to this rank: at the end of a step, or inside an operator of the next."""
+    """Sends a signal to this rank: in making loaders, at the end of a step, or in an operator of the next."""
 
-    def __init__(self, rank: int, when: Mapping[int, str], signals: tuple[int, ...]) -> None:
-        self.moment, self.signals = when.get(rank), signals
+    def __init__(self, moment: str | None, number: int = signal.SIGTERM, steps: tuple[int, ...] = (STEP,)):
+        self.moment, self.number, self.steps = moment, number, steps
+        self.inside = moment == "loaders"
+        self.events: list[str] = []
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        self.events.append("epoch")
         self.inside = False
-        self.steps, self.stage = 0, ""
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        self.stage = trainer.state.stage.value
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.inside = trainer.global_step == STEP
+        self.inside = trainer.global_step in self.steps
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.steps = trainer.global_step
-        if trainer.global_step == STEP:
-            self.inside = True
-            self.maybe("end")
+        self.events.append("step")
+        self.inside = trainer.global_step in self.steps
+        self.maybe("end")
+        self.inside = False
 
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.inside = True
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.events.append("validation batch")
 
     def maybe(self, moment: str) -> None:
         if self.inside and moment == self.moment:
-            self.moment = None
-            for number in self.signals:
-                os.kill(os.getpid(), number)
+            self.inside = False
+            os.kill(os.getpid(), self.number)
 
 
 def signalled_fit(
     when: Mapping[int, str],
     folder: Path,
-    signals: tuple[int, ...] = (signal.SIGTERM,),
+    senders: Callable[[str | None], Signalled] = Signalled,
     options: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> tuple[RankOutcome, ...]:
-    """A fit on three ranks, which tell how and where they ended, their steps and their parameters."""
+    """A fit on three ranks, which tell how they ended, their events, and their parameters then."""
     plan = everywhere()
 
-    def body(rank: int, size: int) -> tuple[str, str, int, Any]:
-        sender = Signalled(rank, when, signals)
-        Fails.when = sender  # type: ignore[assignment]
-        saver = OnExceptionCheckpoint(folder, "preempted")
+    def body(rank: int, size: int) -> tuple[str, list[str], Any]:
+        Fails.when = sender = senders(when.get(rank))  # type: ignore[assignment]
+        models = []
+
+        def make_model() -> MultiTaskModule:
+            models.append(fragile())
+            return models[0]
+
+        def make_data() -> Any:
+            data = fragile_data()
+            make = data.train_dataloader
+            data.train_dataloader = lambda: (sender.maybe("loaders"), make())[1]
+            return data
+
         settings = {
             "devices": size,
             "max_steps": STEPS,
-            "callbacks": [sender, saver],
+            "callbacks": [sender, OnExceptionCheckpoint(folder, "preempted")],
             "enable_checkpointing": True,
             "default_root_dir": str(folder),
             **options(rank),
         }
+        how = "ended well"
         try:
-            fit = fit_once(fragile, fragile_data, SpindleStrategy(plan=plan), **settings)
-        except SIGTERMException:
-            return "SIGTERM", sender.stage, sender.steps, None
-        return "ended well", "", sender.steps, fit.parameters
+            fit_once(make_model, make_data, SpindleStrategy(plan=plan), **settings)
+        except SystemExit as e:
+            how = type(e).__name__
+        return how, sender.events, {name: p.detach() for name, p in models[0].named_parameters()}
 
     return watch_ranks(body, 3, timeout_s=LIMIT_S + 10, group_timeout_s=20)
 
 
-def assert_ended_alike(outcomes: tuple[RankOutcome, ...], how: str) -> int:
-    """All ranks ended so, at the same place and after the same number of steps, which is returned."""
+def plain_parameters(steps: int) -> dict[str, torch.Tensor]:
+    """Of a plain fit that ends after so many steps."""
+    Fails.when = Signalled(None)  # type: ignore[assignment]
+    return plain_fit(fragile, fragile_data, max_steps=steps).parameters
+
+
+def assert_ended_alike(outcomes: tuple[RankOutcome, ...], how: str) -> list[str]:
+    """All ranks ended so, with the same events, and have the parameters of a plain fit of as many steps."""
     for outcome in outcomes:
         assert outcome.ok, outcome.describe()
         assert outcome.seconds < LIMIT_S, outcome.describe()
-    assert {o.value[0] for o in outcomes} == {how}, outcomes
-    ((_, steps),) = {o.value[1:3] for o in outcomes}
-    assert isinstance(steps, int)
-    return steps
+    events: list[str] = outcomes[0].value[1]
+    for outcome in outcomes:
+        assert outcome.value[:2] == (how, events)
+    if "step" in events:
+        expected = plain_parameters(events.count("step"))
+        for outcome in outcomes:
+            torch.testing.assert_close(outcome.value[2], expected)
+    return events
 
 
-def assert_saved(path: Path, steps: int) -> None:
-    """The checkpoint is that of a plain fit which ends after so many steps."""
-    saved = torch.load(path, weights_only=False)
+def assert_saved(path: Path, steps: int) -> dict[str, Any]:
+    """The checkpoint, which is that of a plain fit of so many steps."""
+    saved: dict[str, Any] = torch.load(path, weights_only=False)
     assert saved["global_step"] == steps
-    Fails.when = Signalled(0, {}, ())  # type: ignore[assignment]
-    for name, value in plain_fit(fragile, fragile_data, max_steps=steps).parameters.items():
-        torch.testing.assert_close(saved["state_dict"][name], value, msg=lambda m, n=name: f"{n}: {m}")
+    expected = plain_parameters(steps)
+    torch.testing.assert_close({name: saved["state_dict"][name] for name in expected}, expected)
     assert saved["optimizer_states"][0]["state"]
+    return saved
 
 
 @pytest.mark.parametrize(
     "when",
-    [{0: "forward"}, {1: "backward"}, {0: "backward", 1: "forward", 2: "forward"}, SEVERAL],
+    [{0: "forward"}, {1: "backward"}, {0: "backward", 1: "forward", 2: "forward"}, ONE_BY_ONE],
     ids=["rank-0", "rank-1", "all", "one-by-one"],
 )
 def test_ranks_end_at_the_same_step(when: Mapping[int, str], tmp_path: Path) -> None:
-    """Wherever the ranks are, all end by SIGTERMException after one step, and can save what they have."""
-    steps = assert_ended_alike(signalled_fit(when, tmp_path), "SIGTERM")
-    assert STEP <= steps <= STEP + 2
+    """Wherever the ranks are, all end by SIGTERM after one step, and can save what they have."""
+    steps = assert_ended_alike(signalled_fit(when, tmp_path), "SIGTERMException").count("step")
+    assert STEP <= steps <= STEP + 1
     assert_saved(tmp_path / "preempted.ckpt", steps)
 
 
-def test_in_the_last_step(tmp_path: Path) -> None:
-    """Too late for another step, early enough to be heard."""
-    outcomes = signalled_fit(
-        {1: "backward"}, tmp_path, options=lambda rank: {"max_steps": STEP + 1, "limit_val_batches": 0}
-    )
-    assert assert_ended_alike(outcomes, "SIGTERM") == STEP + 1
-    assert_saved(tmp_path / "preempted.ckpt", STEP + 1)
+def test_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    """The epoch ends, and no other begins: a run that resumes from there begins it."""
+    outcomes = signalled_fit({1: "backward"}, tmp_path, options=lambda rank: {"limit_val_batches": 0})
+    assert assert_ended_alike(outcomes, "SIGTERMException") == ["epoch", *["step"] * EPOCH]
+    assert_saved(tmp_path / "preempted.ckpt", EPOCH)
+
+
+class InValidation(Signalled):
+    def on_validation_batch_start(self, *_: Any) -> None:
+        super().on_validation_batch_start()
+        self.inside = True
 
 
 def test_in_validation(tmp_path: Path) -> None:
-    """It does not wait for all of the validation's batches."""
-    outcomes = signalled_fit({2: "forward"}, tmp_path, options=lambda rank: {"val_check_interval": 1})
-    assert assert_ended_alike(outcomes, "SIGTERM") == 1
-    assert {o.value[1] for o in outcomes} == {"validate"}
-    assert_saved(tmp_path / "preempted.ckpt", 1)
+    """It does not wait for all batches; the progress counts no batch that was not evaluated."""
+    each_step = {"val_check_interval": 1}
+    outcomes = signalled_fit({2: "forward"}, tmp_path, InValidation, lambda rank: each_step)
+    assert assert_ended_alike(outcomes, "SIGTERMException") == ["epoch", "step", "validation batch"]
+    loops = assert_saved(tmp_path / "preempted.ckpt", 1)["loops"]["fit_loop"]
+    assert set(loops["epoch_loop.val_loop.batch_progress"]["current"].values()) == {1}
 
 
-def test_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's signal: one whole checkpoint, one call of the scheduler, and training goes on undisturbed."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/requeued\n")
+def test_before_training(tmp_path: Path) -> None:
+    """While this rank makes its loaders and others wait for it."""
+    outcomes = signalled_fit({1: "loaders"}, tmp_path)
+    assert assert_ended_alike(outcomes, "SIGTERMException") == []
+    assert (tmp_path / "preempted.ckpt").exists()
+
+
+def test_a_handler_that_exits(tmp_path: Path) -> None:
+    """The user's own, set before the fit, as Lightning calls it; what was trained is saved all the same."""
+
+    def exits(moment: str | None) -> Signalled:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        return Signalled(moment)
+
+    steps = assert_ended_alike(signalled_fit({1: "forward"}, tmp_path, exits), "SystemExit").count("step")
+    assert_saved(tmp_path / "preempted.ckpt", steps)
+
+
+class EndsChild(Signalled):
+    """As loaders and users do with processes that they have forked in the run."""
+
+    def maybe(self, moment: str) -> None:
+        if self.inside and moment == self.moment:
+            self.inside = False
+            fork = multiprocessing.get_context("fork")
+            ours, theirs = fork.Pipe()
+            child = fork.Process(target=lambda: (theirs.send("here"), time.sleep(60)), daemon=True)
+            child.start()
+            assert child.pid is not None
+            assert ours.poll(10)
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                os.kill(child.pid, number)
+            child.join(10)
+            self.events.append(f"child ended by {child.exitcode}")
+
+
+def test_a_child_that_is_ended_ends_nothing_else(tmp_path: Path) -> None:
+    when = dict.fromkeys(range(3), "backward")
+    events = assert_ended_alike(signalled_fit(when, tmp_path, EndsChild, on_slurm(tmp_path)), "ended well")
+    assert events.count("child ended by -15") == 1
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def on_slurm(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """Options of a rank in a job that asks its scheduler, a script in ``folder``, for requeues."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ >> {folder}/requeued\n")
     scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def on_slurm(rank: int) -> dict[str, Any]:
+    def options(rank: int) -> dict[str, Any]:
+        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
         size = os.environ["WORLD_SIZE"]
         names = {"JOB_ID": "11", "NTASKS": size, "NTASKS_PER_NODE": size, "NODEID": "0"}
         for name, value in {**names, "PROCID": str(rank), "LOCALID": str(rank)}.items():
             os.environ[f"SLURM_{name}"] = value
         return {"plugins": [SLURMEnvironment(auto_requeue=True)]}
 
-    outcomes = signalled_fit(SEVERAL, tmp_path, (signal.SIGUSR1,), options=on_slurm)
-    assert assert_ended_alike(outcomes, "ended well") == STEPS
-    (path,) = tmp_path.glob("hpc_ckpt_*.ckpt")
-    steps = torch.load(path, weights_only=False)["global_step"]
-    assert STEP <= steps <= STEP + 1
-    assert_saved(path, steps)
-    assert (tmp_path / "requeued").read_text().split() == ["requeue", "11"]
-    expected = plain_fit(fragile, fragile_data, max_steps=STEPS).parameters
-    for outcome in outcomes:
-        for name, value in expected.items():
-            torch.testing.assert_close(outcome.value[3][name], value)
+    return options
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_requeue(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's signal, to all ranks: one whole checkpoint and one requeue, each time; training goes on."""
+    if again:
+        monkeypatch.setattr(signals, "_ONE_EVENT_S", 0.0)
+    when = {1: "forward"} if again else ONE_BY_ONE
+
+    def sender(moment: str | None) -> Signalled:
+        return Signalled(moment, signal.SIGUSR1, (STEP, STEP + 3) if again else (STEP,))
+
+    outcomes = signalled_fit(when, tmp_path, sender, on_slurm(tmp_path))
+    assert assert_ended_alike(outcomes, "ended well").count("step") == STEPS
+    paths = sorted(tmp_path.glob("hpc_ckpt_*.ckpt"))
+    steps = [torch.load(path, weights_only=False)["global_step"] for path in paths]
+    assert steps == ([STEP + 1, STEP + 4] if again else [STEP])
+    for path, step in zip(paths, steps, strict=True):
+        assert_saved(path, step)
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 11"] * len(steps)
 
 
 def test_a_signal_does_not_hide_why_a_wait_failed(tmp_path: Path) -> None:

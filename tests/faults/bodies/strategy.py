@@ -1,5 +1,8 @@
 """What faults in the strategy and its sessions put in place of functions."""
 
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -73,17 +76,16 @@ def runs_operators_twice(original: Function) -> Function:
     return faulty
 
 
-def looks_for_no_signals(original: Function) -> Function:
-    """Signals that have come by then are not seen in this call."""
+def does_not_shadow(name: str) -> Callable[[Function], Function]:
+    """A method of the Trainer's is left as it is."""
 
-    def faulty(self: Any, *args: Any) -> Any:
-        self._look_for_signals = lambda: None
-        try:
-            return original(self, *args)
-        finally:
-            del self._look_for_signals
+    def unless_named(original: Function) -> Function:
+        def faulty(owner: Any, shadowed: str, replacement: Any) -> Any:
+            return nullcontext() if shadowed == name else original(owner, shadowed, replacement)
 
-    return faulty
+        return faulty
+
+    return unless_named
 
 
 def hears_rank_0_alone(original: Function) -> Function:
@@ -92,5 +94,25 @@ def hears_rank_0_alone(original: Function) -> Function:
     def faulty(self: Any, *args: Any) -> None:
         if self._transport.rank == 0:
             original(self, *args)
+
+    return faulty
+
+
+def hears_children(original: Function) -> Function:
+    """A signal to a forked child is taken for one to its parent."""
+
+    def faulty(self: Any, *args: Any) -> None:
+        self._process = os.getpid()
+        original(self, *args)
+
+    return faulty
+
+
+def hears_each_for_itself(original: Function) -> Function:
+    """What comes after it was acted on is another event, however soon."""
+
+    def faulty(self: Any, *args: Any) -> None:
+        self._acted_at_s.clear()
+        original(self, *args)
 
     return faulty
