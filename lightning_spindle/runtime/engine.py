@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from lightning_spindle.capture.pieces import BatchIndex, Capture, LeafRef, Source, ValueRef
-from lightning_spindle.graph import Layout, Reduction, Result
 from lightning_spindle.program import Edge, Instruction, Kind, Program, ProgramRun
+from lightning_spindle.runtime.exchange import Exchange, weight
 from lightning_spindle.runtime.gradients import reduce_bucket
 from lightning_spindle.runtime.iteration import Iteration, Mark, RunState, TaskBatch
 from lightning_spindle.runtime.messages import Messenger, Received
@@ -24,8 +24,7 @@ from lightning_spindle.runtime.randomness import operator_randomness
 from lightning_spindle.runtime.rowneeds import Needs, no_rows, reads_batch, rows_needed
 from lightning_spindle.runtime.rows import Rows, cut, join, meeting, summed
 from lightning_spindle.runtime.sharding import broadcast_values
-from lightning_spindle.runtime.telling import tell
-from lightning_spindle.runtime.transport import Transport, everyone
+from lightning_spindle.runtime.transport import Transport
 from lightning_spindle.timeline import Category
 
 Callables = Mapping[str, Callable[..., tuple[Any, ...]]]
@@ -40,12 +39,6 @@ _CATEGORY = {
     Kind.REDUCE: Category.SYNC,
     Kind.BROADCAST: Category.SYNC,
 }
-
-
-_UNLIKE = (
-    "ranks do not train the same parameters any more: freeze, unfreeze and add parameters to optimizers "
-    "alike on every rank, not where the rank is 0"
-)
 
 
 class InstructionError(RuntimeError):
@@ -78,7 +71,6 @@ class Engine:
     ) -> None:
         self.marks: list[Mark] = []
         self._clock_s = 0.0
-        self._graph = capture.graph
         self._capture = capture
         self._callables = callables
         self._parameters = parameters
@@ -104,7 +96,7 @@ class Engine:
         self._forwards = tuple(i for i in order if i.kind not in (*backward, Kind.BROADCAST))
         self._entering = _by(program.edges, lambda e: e.target)
         self._leaving = _by(program.edges, lambda e: e.source)
-        self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
+        self._exchange = Exchange(program, self._capture, self._transport, self._device, digest)
         self._reading = {run.index for run in program.runs if reads_batch(self._capture, run)}
         self._needs = {
             task: rows_needed(program, self._capture, task, self._transport.rank)
@@ -192,7 +184,7 @@ class Engine:
                 case Kind.ACTIVATION:
                     self._activation(instruction, iteration)
                 case Kind.EXCHANGE:
-                    iteration.results = self._exchange(iteration)
+                    self._exchange.run(iteration)
                 case Kind.BACKWARD:
                     self._backward(instruction, iteration, seeds or {})
                 case Kind.GRADIENT:
@@ -328,57 +320,6 @@ class Engine:
             received = self._messenger.receive_value(instruction, value, rows, peer, signature)
             iteration.received.setdefault(edge.index, []).append(received)
 
-    def _exchange(self, iteration: Iteration) -> dict[Result, float | torch.Tensor]:
-        """Each result of the step, the same on every rank; absent where its task was idle."""
-        results = self._graph.results
-        size = 2 * len(results) + len(self._readers) + 1
-        table = torch.zeros(size, dtype=torch.float64, device=self._device)
-        table[-1] = self.digest
-        for at, (task, reader) in enumerate(self._readers.items(), 2 * len(results)):
-            if reader == self._transport.rank and task in iteration.batches:
-                table[at] = iteration.batches[task].rows
-        for run in self.program.runs:
-            state = iteration.runs.get(run.index)
-            if state is None:
-                continue
-            for at, result in enumerate(results):
-                if state.results.get(result.value) is not None and self._speaks(run):
-                    share = self._share(result, run, state.rows, iteration)
-                    table[2 * at] += torch.as_tensor(state.results[result.value]).detach().double() * share
-                    table[2 * at + 1] += 1
-        self._transport.all_reduce(table, everyone(self._transport)).wait()
-        *figures, digests = table.tolist()
-        if digests != self.digest * self._transport.size:
-            raise ValueError(_UNLIKE)
-        self._take_rows(iteration, figures[2 * len(results) :])
-        for run in self.program.runs:
-            for name in run.operators:
-                if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
-                    did, source = iteration.coarse.pop(name, None), run.devices[0]
-                    iteration.told[name] = tell(did, run.task, self._transport, self._device, source)
-        return {r: table[2 * i] for i, r in enumerate(results) if figures[2 * i + 1]}
-
-    def _take_rows(self, iteration: Iteration, rows: list[float]) -> None:
-        """Readers tell how many rows there were: the user's collating may drop some, or the batch."""
-        for task, count in zip(self._readers, rows, strict=True):
-            own = iteration.batches.get(task)
-            if own is None or own.leaves is not None:
-                continue
-            if count:
-                iteration.batches[task] = TaskBatch(int(count), None)
-            else:
-                del iteration.batches[task]
-
-    def _speaks(self, run: ProgramRun) -> bool:
-        """Of an operator that runs everywhere, one rank reports the results."""
-        return run.layout is not Layout.EVERYWHERE or run.devices[0] == self._transport.rank
-
-    def _share(self, result: Result, run: ProgramRun, rows: Rows, iteration: Iteration) -> float:
-        """Weight of a shard's result in the step's: its rows for a mean, else one."""
-        if result.reduction is not Reduction.MEAN:
-            return 1.0
-        return (rows[1] - rows[0]) / iteration.batches[run.task].rows
-
     def _backward(
         self, instruction: Instruction, iteration: Iteration, seeds: Mapping[str, float | torch.Tensor]
     ) -> None:
@@ -399,7 +340,7 @@ class Engine:
             if name in self._losses and output is not None and output.requires_grad:
                 seed = seeds.get(name, seeds.get(run.task))
                 if seed is not None:
-                    share = self._share(self._losses[name], run, state.rows, iteration)
+                    share = weight(self._losses[name], run, state.rows, iteration)
                     roots.append(output)
                     gradients.append(torch.ones_like(output) * (seed * share))
         self._lap(instruction, Category.WAIT)

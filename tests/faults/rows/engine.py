@@ -25,7 +25,7 @@ from tests.faults.files import (
 FAULTS = (
     Fault(
         "means-not-weighted-by-rows",
-        "lightning_spindle.runtime.engine:Engine._share",
+        "lightning_spindle.runtime.exchange:weight",
         bodies.returns(1.0),
         (f"{SCALE}::test_c02_ragged_rows",),
     ),
@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "logs-left-local",
-        "lightning_spindle.runtime.engine:Engine._exchange",
+        "lightning_spindle.runtime.exchange:Exchange.run",
         broken.leaves_results_local,
         (
             f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         "rows-not-told-to-those-that-read-nothing",
-        "lightning_spindle.runtime.engine:Engine._take_rows",
+        "lightning_spindle.runtime.exchange:Exchange._take_rows",
         bodies.does_nothing,
         (f"{COLLATING}::test_collating_that_drops_rows",),
     ),
