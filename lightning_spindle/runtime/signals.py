@@ -57,7 +57,7 @@ class Signals:
         """Inside, handlers that the Trainer registers only note signals, and its loops look for them.
 
         They look where Lightning 2.6 asks whether SIGTERM has come: before each training batch, at each
-        epoch's end, and around each batch of an evaluation.
+        epoch's end, and before each batch of an evaluation.
         """
 
         def register(original: Callable[[], None]) -> None:

@@ -229,8 +229,7 @@ def on_slurm(folder: Path) -> Callable[[int], dict[str, Any]]:
 @pytest.mark.parametrize("again", [False, True])
 def test_requeue(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM's signal, to all ranks: one whole checkpoint and one requeue, each time; training goes on."""
-    if again:
-        monkeypatch.setattr(signals, "_ONE_EVENT_S", 0.0)
+    monkeypatch.setattr(signals, "_ONE_EVENT_S", 0.0 if again else 60.0)
     when = {1: "forward"} if again else ONE_BY_ONE
 
     def sender(moment: str | None) -> Signalled:
