@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from tests.faults.bodies import Function
 
 
@@ -114,5 +116,18 @@ def hears_each_for_itself(original: Function) -> Function:
     def faulty(self: Any, *args: Any) -> None:
         self._acted_at_s.clear()
         original(self, *args)
+
+    return faulty
+
+
+def ends_alone_by_a_handler(original: Function) -> Function:
+    """A user's handler that exits is an error of its rank."""
+
+    def faulty(self: Any) -> None:
+        try:
+            original(self)
+        except SystemExit as e:
+            self.ending = isinstance(e, SIGTERMException)
+            raise
 
     return faulty

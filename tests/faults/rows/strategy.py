@@ -296,6 +296,7 @@ FAULTS = (
         bodies.does_nothing,
         (
             f"{SIGNALS}::test_ranks_end_at_the_same_step[rank-0]",
+            f"{SIGNALS}::test_before_training",
             f"{SIGNALS}::test_requeue[False]",
             f"{SIGNALS}::test_a_signal_does_not_hide_why_a_wait_failed",
         ),
@@ -347,6 +348,12 @@ FAULTS = (
         "lightning_spindle.runtime.signals:_shadowed",
         broken.does_not_shadow("on_advance_end"),
         (f"{SIGNALS}::test_in_the_last_step_of_an_epoch",),
+    ),
+    Fault(
+        "handlers-that-exit-fail-alone",
+        "lightning_spindle.runtime.signals:Signals.look",
+        broken.ends_alone_by_a_handler,
+        (f"{SIGNALS}::test_a_handler_that_exits",),
     ),
     Fault(
         "terminated-ranks-save-nothing",
