@@ -1,18 +1,21 @@
 """Figures of simulated iterations: made from small cells, held against sums that are known."""
 
 import csv
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmark
-from benchmarking.figures import dynamic, optimality, placement, scaling, utilisation
+from benchmarking.baselines import Setting, execute
+from benchmarking.figures import dynamic, memory, optimality, placement, scaling, utilisation
 from benchmarking.figures.breakdown import PARTS, parts_ms
-from benchmarking.figures.comparing import ComparedRow
-from benchmarking.figures.making import FIGURES, make_figures
+from benchmarking.figures.comparing import COMPARED, ComparedRow
+from benchmarking.figures.making import FIGURES, make_figures, names_of
 from benchmarking.figures.orderings import orderings
 from benchmarking.figures.reported import SPEEDUPS
 from benchmarking.figures.speedups import speedup_figure
@@ -45,15 +48,36 @@ SMALL = {
 }
 
 
+MEMORY_BYTES: dict[str, Callable[[AnalyticCosts], int | None]] = {
+    "ofasys": lambda costs: costs.cluster.memory_bytes,
+    "multitask_clip": lambda costs: int(execute(Setting(zero=3), costs).memory_bytes) + 1,
+    "qwen_val": lambda costs: 1,
+}
+"""By the cells' workload: enough for all, for DeepSpeed alone, for nobody."""
+
+
+def cases_of(workload: str) -> dict[str, Any]:
+    """The same cases of another workload."""
+    return {
+        name: [{**case, "workload": workload} for case in cases]
+        if isinstance(cases, list)
+        else {**cases, "workload": workload}
+        for name, cases in SMALL.items()
+    }
+
+
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Of small cells, whose graphs are handmade; all else is real."""
-    made: dict[tuple[int, int], Cell] = {}
+    made: dict[tuple[str, int, int], Cell] = {}
 
     def cell_of(given: dict[str, Any]) -> Cell:
-        tasks, devices = given["workload"]["tasks"] or 3, given["cluster"]["devices"]
+        name, tasks = given["workload"]["name"], given["workload"]["tasks"] or 3
+        devices = given["cluster"]["devices"]
         costs = AnalyticCosts(graph_of(*"abc"[:tasks]), A800.cluster(devices), A800)
-        return made.setdefault((tasks, devices), Cell(given["workload"]["name"], tasks, "a800", costs))
+        cluster = replace(costs.cluster, memory_bytes=MEMORY_BYTES[name](costs))
+        cell = Cell(name, tasks, "a800", replace(costs, cluster=cluster))
+        return made.setdefault((name, tasks, devices), cell)
 
     monkeypatch.setattr("benchmarking.figures.suite.cell_of", cell_of)
     return {**composed("mode=figures", "planner.time_limit_s=0.1"), "cases": SMALL}
@@ -64,19 +88,29 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def days_since(started: date) -> set[str]:
+    return {started.isoformat(), date.today().isoformat()}
+
+
 def test_every_figure_is_a_table_a_picture_and_a_text(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert config["figures"] == list(FIGURES)
-    config["into"] = str(tmp_path / "figures")
+    config["into"], started = str(tmp_path / "figures"), date.today()
     assert benchmark.figures(config, tmp_path, tmp_path / "results.csv")
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(
         ["report.md", *(f"{name}.{ending}" for name in FIGURES for ending in ("csv", "png"))]
     )
     for name in FIGURES:
         assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert read(tmp_path / "figures" / f"{name}.csv")
+        rows = read(tmp_path / "figures" / f"{name}.csv")
+        assert {row["mode"] for row in rows} == {"measured" if name == "planning" else "simulated"}
+        assert {row["cluster"] for row in rows} == {"a800"}
+        assert {row["date"][:10] for row in rows} <= days_since(started)
     text = (tmp_path / "figures" / "report.md").read_text()
-    assert text.startswith("Simulated ")
+    assert text.startswith("Figures of ")
+    for part in text.split("\n## ")[1:]:
+        assert ("Measured: wall clock" in part) == part.startswith("planning\n")
+        assert ("Simulated on" in part) == (not part.startswith("planning\n"))
     assert text.count("\n| ") > 3 * len(FIGURES)
     assert "FAILED" not in text
 
@@ -89,13 +123,87 @@ def test_a_figure_that_fails_is_told_of_and_the_others_are_made(
     said: list[str] = []
     given = {**config, "cases": cases, "figures": ["scaling", "memory"]}
     assert not make_figures(given, tmp_path, said.append)
-    assert "scaling: FAILED: no figures are made of 'quickstart'" in said[0]
-    assert "FAILED: no figures are made of 'quickstart'" in (tmp_path / "report.md").read_text()
+    assert "scaling: FAILED: ValueError: no figures are made of 'quickstart'" in said[0]
+    assert "FAILED: ValueError: no figures are made of 'quickstart'" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "memory.png").exists()
-    with pytest.raises(ValueError, match="there is no figure speed; there are scaling, end_to_end"):
-        make_figures({**config, "figures": ["speed"]}, tmp_path, said.append)
     with pytest.raises(ValueError, match="leave workload and planner out"):
         make_figures(composed("mode=figures", "planner=search"), tmp_path, said.append)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (["speed"], "there is no figure speed; there are scaling, end_to_end"),
+        ("speed", "there is no figure speed; there are"),
+        (["memory", 3], "there is no figure 3; there are"),
+        (None, "there is no figure None; there are"),
+        ([], r"figures=\[\] asks for no figure; there are scaling, end_to_end"),
+    ],
+)
+def test_figures_that_there_are_not(asked: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        names_of(asked)
+
+
+def test_one_figure_may_be_asked_for_by_its_name() -> None:
+    assert names_of("memory") == names_of(["memory"]) == ["memory"]
+
+
+def test_figures_of_what_fits_nowhere_fail_one_by_one(config: dict[str, Any], tmp_path: Path) -> None:
+    """Each says why; those that do not look at memory are made; nothing of an earlier time is left."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "memory.png").write_text("of another time")
+    said: list[str] = []
+    assert not make_figures({**config, "cases": cases_of("qwen_val")}, tmp_path, said.append)
+    parts = dict(part.split("\n", 1) for part in (tmp_path / "report.md").read_text().split("\n## ")[1:])
+    lines = dict(zip(FIGURES, said, strict=True))
+    assert list(parts) == list(FIGURES)
+    made = {"scaling", "placement"}
+    for name in set(FIGURES) - made:
+        assert f"{name}: FAILED: ValueError: " in lines[name]
+        assert "\nFAILED: ValueError: " in parts[name]
+        for told in (parts[name], lines[name]):
+            assert "on 4 devices" in told or "on 16 devices" in told or "on 2 devices" in told
+            assert "does not fit" in told
+        assert not (tmp_path / f"{name}.png").exists()
+    for name in made:
+        assert "FAILED" not in parts[name]
+        assert (tmp_path / f"{name}.png").exists()
+    assert "* Spindle's placement, QWen-VAL, 3 tasks on 16 devices: " in parts["placement"]
+
+
+@pytest.mark.parametrize("part", ["draw", "tell"])
+def test_a_defect_in_one_figure_leaves_the_others_be(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def broken(_: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(memory, part, broken)
+    said: list[str] = []
+    assert not make_figures({**config, "figures": ["memory", "scaling"]}, tmp_path, said.append)
+    assert "memory: FAILED: IndexError: list index out of range" in said[0]
+    assert "## memory\n\nFAILED: IndexError: list" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "scaling.png").exists()
+
+
+def test_systems_that_are_left_out_are_listed(config: dict[str, Any], tmp_path: Path) -> None:
+    """Only DeepSpeed fits, divided by ZeRO 3."""
+    pytest.importorskip("matplotlib")
+    names = ["end_to_end", "utilisation", "breakdown", "single_task", "memory"]
+    said: list[str] = []
+    given = {**config, "cases": cases_of("multitask_clip"), "figures": names}
+    assert make_figures(given, tmp_path, said.append)
+    for name, part in zip(names, (tmp_path / "report.md").read_text().split("\n## ")[1:], strict=True):
+        refused = part.split("Refused:\n\n")[1].splitlines()
+        assert "DeepSpeed" in part
+        for system in ("seq", "spindle"):
+            assert any(re.match(rf"\* {system}, .*does not fit", line) for line in refused), (name, refused)
+        assert not any(line.startswith("* deepspeed") for line in refused)
+        assert len(set(refused)) == len(refused)
+    assert all("refused (see report.md)" in line for line in said)
 
 
 def test_full_cases_are_the_paper_s() -> None:
@@ -186,7 +294,7 @@ def test_a_left_out_sample_is_not_known_to_its_curve(suite: Suite) -> None:
 
 def test_phases_add_up(suite: Suite) -> None:
     rows = dynamic.rows(suite)
-    for system in dynamic.SHOWN:
+    for system in COMPARED:
         own = [row for row in rows if row.system == system]
         assert [(row.first, row.last, row.steps) for row in own] == [(0, 2, 10), (1, 3, 20)]
         whole = suite.cell("ofasys", 4)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
 from benchmarking.tables import table
@@ -27,15 +28,12 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class BreakdownRow:
+class BreakdownRow(FigureRow):
     """Milliseconds of the mean device; they add up to the iteration.
 
     Communication counts where the device computes nothing; "idle" is the rest, waiting included.
     """
 
-    workload: str
-    tasks: int
-    devices: int
     system: str
     iteration_ms: float
     forward_ms: float
@@ -57,8 +55,7 @@ def rows(suite: Suite) -> list[BreakdownRow]:
         for system in SHOWN:
             timeline = suite.result(cell, system).timeline
             if timeline is not None:
-                where = (cell.workload, cell.tasks, timeline.devices, system)
-                found.append(BreakdownRow(*where, timeline.span_s * 1e3, *parts_ms(timeline)))
+                found.append(BreakdownRow(*head_of(cell), system, timeline.span_s * 1e3, *parts_ms(timeline)))
     return found
 
 

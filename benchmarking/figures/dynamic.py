@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.comparing import COMPARED
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.style import SYSTEMS, WORKLOADS, legend, named, panels
 from benchmarking.figures.suite import Suite, part_of, tasks_of
 from benchmarking.tables import table
@@ -14,19 +16,15 @@ from benchmarking.tables import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = ("deepspeed", "megatron", "seq", "uniform", "stmm", "optimus", "spindle", "search")
-
 
 @dataclass(frozen=True, slots=True)
-class DynamicRow:
+class DynamicRow(FigureRow):
     """A phase under a system: ``steps`` iterations of tasks [first, last) of the workload's order.
 
-    ``planning_s`` is what planning at the phase's start took here. Saving and loading the model between
-    phases is the same for all systems and counts nothing.
+    ``planning_s`` is what planning at the phase's start took here, by the clock of this machine. Saving
+    and loading the model between phases is the same for all systems and counts nothing.
     """
 
-    workload: str
-    devices: int
     phase: int
     first: int
     last: int
@@ -52,12 +50,12 @@ def rows(suite: Suite) -> list[DynamicRow]:
     for phase, step in enumerate(case["phases"]):
         first, last = step["tasks"]
         cell = part_of(whole, names[first:last])
-        for system in SHOWN:
+        for system in COMPARED:
             row = suite.result(cell, system).row
             if row.simulated_ms is None:
                 raise ValueError(f"phase {phase} under {system}: {row.error}")
-            where = (cell.workload, row.devices, phase, first, last, step["steps"])
-            found.append(DynamicRow(*where, system, row.simulated_ms, row.planning_s or 0.0))
+            what = (phase, first, last, step["steps"], system)
+            found.append(DynamicRow(*head_of(cell), *what, row.simulated_ms, row.planning_s or 0.0))
     return found
 
 
@@ -66,7 +64,7 @@ def draw(found: Sequence[DynamicRow]) -> Figure:
     workload = WORKLOADS.get(found[0].workload, found[0].workload)
     title = f"Tasks that come and go, {workload} on {found[0].devices} devices, simulated"
     figure, (speed, progress) = panels(1, 2, title, width=6.6, height=4.2)
-    for system in SHOWN:
+    for system in COMPARED:
         own, look = _of(found, system), SYSTEMS[system]
         style = {"color": look.colour, "linestyle": look.line, "label": look.label}
         steps = [0, *accumulate(row.steps for row in own)]
@@ -74,7 +72,7 @@ def draw(found: Sequence[DynamicRow]) -> Figure:
         speed.step(steps, [times[0], *times], where="pre", **style)
         minutes = [0.0, *accumulate(row.seconds / 60 for row in own)]
         progress.plot(minutes, steps, marker=".", **style)
-    own = _of(found, SHOWN[0])
+    own = _of(found, COMPARED[0])
     for row, start in zip(own, [0, *accumulate(r.steps for r in own)], strict=False):
         middle = (start + row.steps / 2, 0.98)
         text = f"tasks\n{row.first + 1} to {row.last}"
@@ -94,9 +92,9 @@ def _of(found: Sequence[DynamicRow], system: str) -> list[DynamicRow]:
 def tell(found: Sequence[DynamicRow]) -> str:
     """Iterations of each phase, and the whole training's time."""
     base_s = sum(row.seconds for row in _of(found, "deepspeed"))
-    phases = _of(found, SHOWN[0])
+    phases = _of(found, COMPARED[0])
     lines = []
-    for system in SHOWN:
+    for system in COMPARED:
         own = _of(found, system)
         total_s = sum(row.seconds for row in own)
         times = [f"{row.iteration_ms:.0f}" for row in own]
@@ -111,4 +109,4 @@ def tell(found: Sequence[DynamicRow]) -> str:
             ]
         )
     head = [f"tasks {p.first + 1} to {p.last}, ms" for p in phases]
-    return table(["system", *head, "planning s", "all, min", "over DeepSpeed"], lines)
+    return table(["system", *head, "planning s, measured", "all, min", "over DeepSpeed"], lines)

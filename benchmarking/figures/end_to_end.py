@@ -28,13 +28,8 @@ def draw(found: Sequence[ComparedRow]) -> Figure:
 
 
 def tell(found: Sequence[ComparedRow]) -> str:
-    """Speedups ours / the paper's, growth with the devices, the paper's orderings, and refusals."""
-    refused = [
-        f"* {row.name}, {workload_title(row.workload, row.tasks)} on {row.devices} devices: {row.error}"
-        for row in found
-        if row.error
-    ]
-    parts = [_speedups(found), _growth(found), orderings(found), "\n".join(refused)]
+    """Speedups ours / the paper's, growth with the devices, and the paper's orderings."""
+    parts = [_speedups(found), _growth(found), orderings(found)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from benchmarking.figures import (
     utilisation,
 )
 from benchmarking.figures.style import save
-from benchmarking.figures.suite import Suite
+from benchmarking.figures.suite import Refusal, Suite
 from benchmarking.measured import REPORT
 from benchmarking.results import append
 
@@ -43,34 +44,46 @@ FIGURES: Mapping[str, ModuleType] = MappingProxyType(
 )
 """Each has ``rows(suite)``, a list of frozen dataclasses, and of these ``draw(rows)`` and ``tell(rows)``."""
 
+KINDS = {
+    "simulated": "Simulated on the cluster's cost model.",
+    "measured": "Measured: wall clock of this machine.",
+}
+"""What a report says of rows, by their ``mode``."""
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A figure's text, or why there is none."""
+    """A figure's text, or why there is none; either way the systems that could not run its cells."""
 
     name: str
-    text: str
+    text: str = ""
     error: str = ""
+    refusals: Sequence[Refusal] = ()
 
     def __str__(self) -> str:
-        heading = f"## {self.name}"
+        shown = f"FAILED: {self.error}" if self.error else f"![{self.name}]({self.name}.png)\n\n{self.text}"
+        refused = "\n".join(["Refused:", "", *(f"* {refusal}" for refusal in self.refusals)])
+        return "\n\n".join([f"## {self.name}", shown, *([refused] if self.refusals else [])])
+
+    def line(self, directory: Path) -> str:
+        """What became of it; a figure that failed also says who was refused."""
         if self.error:
-            return f"{heading}\n\nFAILED: {self.error}"
-        return f"{heading}\n\n![{self.name}]({self.name}.png)\n\n{self.text}"
+            return "\n  ".join([f"{self.name}: FAILED: {self.error}", *map(str, self.refusals)])
+        refused = f", without {len(self.refusals)} refused (see {REPORT})" if self.refusals else ""
+        return f"{self.name}: {directory / self.name}.png{refused}"
 
 
 def make_figures(config: Mapping[str, Any], directory: Path, say: Callable[[str], None]) -> bool:
-    """Write every figure of ``config["figures"]``; one that fails is told of, and the others are made.
+    """Write every figure of ``config["figures"]``, names or one name; any that fails leaves the others be.
 
     ``report.md`` in the directory has their texts. Returns whether all were made.
 
     Raises:
         ValueError: there is no figure of a name, or a workload or planner was asked for.
     """
-    names: Sequence[str] = config["figures"]
-    unknown = [name for name in names if name not in FIGURES]
-    if unknown or not names:
-        raise ValueError(f"there is no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
+    names = names_of(config["figures"])
     if config["workload"]["name"] in config["workloads"] or config["planner"]["name"] != "auto":
         raise ValueError(
             "mode=figures takes workloads and planners from its cases: leave workload and planner out"
@@ -81,24 +94,56 @@ def make_figures(config: Mapping[str, Any], directory: Path, say: Callable[[str]
     for name in names:
         found.append(make(name, suite, directory))
         left_s = (time.monotonic() - started_s) / len(found) * (len(names) - len(found))
-        outcome = f"FAILED: {found[-1].error}" if found[-1].error else str(directory / f"{name}.png")
-        say(f"[{len(found)}/{len(names)}] {name}: {outcome} ({left_s:.0f} s left)")
-    kind, island = config["cluster"]["kind"], config["cluster"]["island_size"]
-    head = f"Simulated {date.today().isoformat()} on a cost model: {kind}, nodes of {island}"
+        say(f"[{len(found)}/{len(names)}, {left_s:.0f} s left] {found[-1].line(directory)}")
+    cluster = config["cluster"]
+    head = (
+        f"Figures of {date.today().isoformat()}, cluster {cluster['name']}, nodes of {cluster['island_size']}"
+    )
     (directory / REPORT).write_text("\n\n".join([head, *map(str, found)]) + "\n")
     return not any(made.error for made in found)
 
 
+def names_of(given: object) -> Sequence[str]:
+    """The figures that were asked for.
+
+    Raises:
+        ValueError: there are none, or one of them there is not.
+    """
+    names: list[Any] = given if isinstance(given, list) else [given]
+    known = f"there are {', '.join(FIGURES)}"
+    if not names:
+        raise ValueError(f"figures=[] asks for no figure; {known}")
+    unknown = [str(name) for name in names if name not in FIGURES]
+    if unknown:
+        raise ValueError(f"there is no figure {', '.join(unknown)}; {known}")
+    return names
+
+
 def make(name: str, suite: Suite, directory: Path) -> Made:
-    """Write ``<name>.csv`` and ``<name>.png``."""
-    module = FIGURES[name]
+    """Write ``<name>.csv`` and ``<name>.png``; what goes wrong is told of, and leaves no older ones."""
+    own = suite.of_one_figure()
     try:
-        rows = module.rows(suite)
-    except ValueError as refusal:
-        return Made(name, "", str(refusal))
-    table = directory / f"{name}.csv"
-    table.unlink(missing_ok=True)
+        text = _make(FIGURES[name], own, directory / f"{name}.csv", directory / f"{name}.png")
+    except Exception as failure:
+        return Made(name, error=reason(failure), refusals=own.refusals)
+    return Made(name, text, refusals=own.refusals)
+
+
+def reason(failure: Exception) -> str:
+    """Type and message; the trace of what is no refusal is logged."""
+    if not isinstance(failure, ValueError):
+        _log.error("a figure failed", exc_info=failure)
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _make(module: ModuleType, suite: Suite, csv: Path, picture: Path) -> str:
+    for path in (csv, picture):
+        path.unlink(missing_ok=True)
+    rows = module.rows(suite)
+    if all(getattr(row, "error", "") for row in rows):  # some figures have rows of refused systems too
+        raise ValueError("there is nothing to show: no row counts")
     for row in rows:
-        append(table, row)
-    save(module.draw(rows), directory / f"{name}.png")
-    return Made(name, module.tell(rows))
+        append(csv, row)
+    save(module.draw(rows), picture)
+    kinds = [KINDS[mode] for mode in dict.fromkeys(row.mode for row in rows)]
+    return "\n\n".join([*kinds, module.tell(rows)])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.comparing import COMPARED
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
 from benchmarking.simulated import Result
@@ -14,16 +16,11 @@ from benchmarking.tables import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = ("deepspeed", "megatron", "seq", "uniform", "stmm", "optimus", "spindle", "search")
-
 
 @dataclass(frozen=True, slots=True)
-class MemoryRow:
+class MemoryRow(FigureRow):
     """The most that a device holds in an iteration: parameters with their state, and activations."""
 
-    workload: str
-    tasks: int
-    devices: int
     system: str
     rank: int
     peak_bytes: float
@@ -32,9 +29,9 @@ class MemoryRow:
 def rows(suite: Suite) -> list[MemoryRow]:
     """Of every system that can run the cell."""
     return [
-        MemoryRow(cell.workload, cell.tasks, cell.costs.cluster.devices, system, rank, peak)
+        MemoryRow(*head_of(cell), system, rank, peak)
         for cell in suite.cells("memory")
-        for system in SHOWN
+        for system in COMPARED
         for rank, peak in enumerate(peaks_bytes(suite.result(cell, system)))
     ]
 

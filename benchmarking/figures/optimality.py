@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import number
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.reported import OVER_C_STAR
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
@@ -29,12 +30,9 @@ MEASURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class OptimalityRow:
+class OptimalityRow(FigureRow):
     """``makespan_ms`` is the planner's own; ``computing_ms`` the simulated iteration with free links."""
 
-    workload: str
-    tasks: int
-    devices: int
     planner: str
     c_star_ms: float
     bound_ms: float
@@ -61,7 +59,7 @@ def rows(suite: Suite) -> list[OptimalityRow]:
             reported = OVER_C_STAR.get(where) if planner == "spindle" else None
             found.append(
                 OptimalityRow(
-                    *where,
+                    *head_of(cell),
                     planner,
                     cell.c_star_ms,
                     cell.bound_ms,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import number
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.reported import TRANSFER_SHARES
 from benchmarking.figures.style import legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
@@ -32,15 +33,12 @@ MEASURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementRow:
+class PlacementRow(FigureRow):
     """Shares of the mean device's iteration; ``transfer_share`` counts transfers beside computing too.
 
     None where no plan fits, for the reason in ``error``.
     """
 
-    workload: str
-    tasks: int
-    devices: int
     policy: str
     reported: float | None
     """The paper's share of send and receive."""
@@ -53,16 +51,17 @@ class PlacementRow:
 
 def rows(suite: Suite) -> list[PlacementRow]:
     """The paper's planner under both policies."""
-    return [_row(cell, policy) for cell in suite.cells("placement") for policy in POLICIES]
+    return [_row(suite, cell, policy) for cell in suite.cells("placement") for policy in POLICIES]
 
 
-def _row(cell: Cell, policy: Policy) -> PlacementRow:
-    where = (cell.workload, cell.tasks, cell.costs.cluster.devices)
-    told = TRANSFER_SHARES.get(where)
-    row = PlacementRow(*where, str(policy), None if told is None else told[list(POLICIES).index(policy)])
+def _row(suite: Suite, cell: Cell, policy: Policy) -> PlacementRow:
+    told = TRANSFER_SHARES.get((cell.workload, cell.tasks, cell.costs.cluster.devices))
+    reported = None if told is None else told[list(POLICIES).index(policy)]
+    row = PlacementRow(*head_of(cell), str(policy), reported)
     try:
         plan = plan_spindle(cell.problem, reading=Reading(policy=policy))
     except ValueError as refusal:
+        suite.refuse(cell, POLICIES[policy][0], str(refusal))
         return replace(row, error=str(refusal))
     timeline = simulate(cell.step.program(plan), cell.costs)
     shares = {name: s / (timeline.span_s * timeline.devices) for name, s in timeline.breakdown().items()}

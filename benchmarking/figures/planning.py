@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.reported import PLANNING_S
-from benchmarking.figures.style import SYSTEMS, WORKLOADS, devices_axis, legend, named, panels
+from benchmarking.figures.style import SYSTEMS, WORKLOADS, devices_axis, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
 from benchmarking.simulated import Cell
 from benchmarking.tables import table
@@ -21,13 +22,10 @@ SHOWN = ("seq", "uniform", "stmm", "optimus", "spindle", "search")
 
 
 @dataclass(frozen=True, slots=True)
-class PlanningRow:
+class PlanningRow(FigureRow):
     """``by`` tells which of tasks and devices this row varies. ``planning_s`` of the planner alone."""
 
-    workload: str
     by: str
-    tasks: int
-    devices: int
     metaops: int
     planner: str
     planning_s: float
@@ -37,10 +35,8 @@ def rows(suite: Suite) -> list[PlanningRow]:
     """Every planner on all tasks with more and more devices, and with more and more tasks."""
     return [
         PlanningRow(
-            cell.workload,
+            *head_of(cell, "measured"),
             by,
-            cell.tasks,
-            cell.costs.cluster.devices,
             len(cell.metagraph.metaops),
             planner,
             planning_s(cell, planner, suite.config["planner"]["time_limit_s"]),
@@ -59,10 +55,18 @@ def _cells(suite: Suite) -> Iterator[tuple[str, Cell]]:
 
 
 def planning_s(cell: Cell, planner: str, time_limit_s: float) -> float:
-    """Seconds of this machine for one plan, what planners are given being there."""
+    """Seconds of this machine for one plan, what planners are given being there.
+
+    Raises:
+        ValueError: the planner finds no plan that fits.
+    """
     problem = cell.problem
     started_s = time.perf_counter()
-    plan(problem, planner, time_limit_s=time_limit_s)
+    try:
+        plan(problem, planner, time_limit_s=time_limit_s)
+    except ValueError as refusal:
+        where = f"{workload_title(cell.workload, cell.tasks)} on {cell.costs.cluster.devices} devices"
+        raise ValueError(f"{planner}, {where}: {refusal}") from refusal
     return time.perf_counter() - started_s
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.style import LINES, MARKERS, devices_axis, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
 from benchmarking.tables import table
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingRow:
+class ScalingRow(FigureRow):
     """Forward and backward of one layer on ``n`` devices: the cost model's time, and the curve's.
 
     ``left_out_ms`` is that of a curve fitted to the other samples, None where fewer than three remain.
     """
 
-    workload: str
-    tasks: int
     metaop: str
     layers: int
     n: int
@@ -48,8 +47,7 @@ def rows(suite: Suite) -> list[ScalingRow]:
                 left_out_ms = fit(others).time_ms(n) if len(others) >= 3 else None
                 found.append(
                     ScalingRow(
-                        cell.workload,
-                        cell.tasks,
+                        *head_of(cell),
                         op.name,
                         op.layers,
                         n,

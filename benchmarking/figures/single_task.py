@@ -45,11 +45,11 @@ def draw(found: Sequence[SingleTaskRow]) -> Figure:
         own = [row for row in found if (row.workload, row.devices) == (workload, devices)]
         tasks = list(dict.fromkeys(row.task for row in own))
         for k, system in enumerate(systems):
-            values = [row.speedup or 0.0 for row in own if row.name == system]
+            values = [row.speedup for row in own if row.name == system]
             at = [g + (k - (len(systems) - 1) / 2) * 0.16 for g in range(len(tasks))]
             look = SYSTEMS[system]
-            bars = each.bar(at, values, 0.15, color=look.colour, label=look.label)
-            each.bar_label(bars, fmt="%.2f", fontsize=6, rotation=90, padding=2)
+            bars = each.bar(at, [v or 0.0 for v in values], 0.15, color=look.colour, label=look.label)
+            each.bar_label(bars, [number(v) for v in values], fontsize=6, rotation=90, padding=2)
         each.axhline(1.0, color="#666666", linestyle="--", linewidth=1.0, label="DeepSpeed = 1")
         each.set_xticks(range(len(tasks)), [t.replace("_", "\n", 1) for t in tasks], fontsize=8)
         each.set_ylim(0, each.get_ylim()[1] * 1.08)

@@ -7,7 +7,23 @@ from typing import Any
 
 from benchmarking.baselines import SYSTEMS as BASELINES
 from benchmarking.cells import cell_of, of_tasks
+from benchmarking.figures.style import workload_title
 from benchmarking.simulated import Cell, Result, attempted, simulate_baseline, simulate_spindle
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A system that cannot run a cell, and why."""
+
+    cell: Cell
+    system: str
+    reason: str
+
+    def __str__(self) -> str:
+        names = tasks_of(self.cell)
+        only = f" ({names[0]})" if len(names) == 1 else ""
+        where = f"{workload_title(self.cell.workload, self.cell.tasks)}{only}"
+        return f"{self.system}, {where} on {self.cell.costs.cluster.devices} devices: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -15,7 +31,13 @@ class Suite:
     """A composed ``conf/benchmark.yaml`` with ``mode=figures``, as plain containers."""
 
     config: Mapping[str, Any]
+    refusals: list[Refusal] = field(default_factory=list)
+    """Of what was asked for, each once: no figure leaves a system out unnoticed."""
     _results: dict[tuple[Cell, str], Result] = field(default_factory=dict)
+
+    def of_one_figure(self) -> "Suite":
+        """The same with the same results, and refusals of its own."""
+        return replace(self, refusals=[])
 
     def cases(self, figure: str) -> Any:
         """What the configuration says of a figure's cases."""
@@ -62,7 +84,16 @@ class Suite:
             else:
                 job = partial(simulate_spindle, cell, system, time_limit_s)
                 self._results[key] = attempted(cell.row("spindle", system), job)
-        return self._results[key]
+        found = self._results[key]
+        if found.row.error:
+            self.refuse(cell, system, found.row.error)
+        return found
+
+    def refuse(self, cell: Cell, system: str, reason: str) -> None:
+        """Note what a figure found out by itself, not by asking for a ``result``."""
+        refusal = Refusal(cell, system, reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
 
 
 def tasks_of(cell: Cell) -> tuple[str, ...]:

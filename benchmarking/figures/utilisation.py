@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarking.figures.head import FigureRow, head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
 from benchmarking.simulated import Cell, Result
@@ -23,12 +24,9 @@ BINS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class UtilisationRow:
+class UtilisationRow(FigureRow):
     """``share`` of the peak, by kind: "time" (``at`` is in ms), "device" (a rank), "metaop" (its name)."""
 
-    workload: str
-    tasks: int
-    devices: int
     system: str
     kind: str
     at: str
@@ -48,13 +46,13 @@ class Worked:
 
 
 def rows(suite: Suite) -> list[UtilisationRow]:
-    """Of every system on the case study's cell."""
+    """Of every system that can run the case study's cell."""
     found = []
     for cell in suite.cells("utilisation"):
         results = {name: suite.result(cell, name) for name in SHOWN}
         worked = {name: worked_of(cell, r) for name, r in results.items() if r.timeline is not None}
         spans_s = {name: r.timeline.span_s for name, r in results.items() if r.timeline is not None}
-        bin_s = max(spans_s.values()) / BINS
+        bin_s = max(spans_s.values(), default=0.0) / BINS
         for system, events in worked.items():
             shares = {
                 "time": over_time(events, cell, spans_s[system], bin_s),
@@ -62,7 +60,7 @@ def rows(suite: Suite) -> list[UtilisationRow]:
                 "metaop": by_metaop(events, cell),
             }
             found += [
-                UtilisationRow(cell.workload, cell.tasks, cell.costs.cluster.devices, system, kind, at, share)
+                UtilisationRow(*head_of(cell), system, kind, at, share)
                 for kind, values in shares.items()
                 for at, share in values
             ]

@@ -40,3 +40,15 @@ def keeps_each_job_alone(original: Function) -> Function:
         return {job: row for launch in launches for job, row in original([launch], results).items()}
 
     return faulty
+
+
+def lets_failures_out(original: Function) -> Function:
+    """A figure that fails ends those after it."""
+
+    def faulty(name: str, suite: Any, directory: Any) -> Any:
+        made = original(name, suite, directory)
+        if made.error:
+            raise RuntimeError(made.error)
+        return made
+
+    return faulty

@@ -94,6 +94,31 @@ FAULTS = (
         ("tests/test_figures.py::test_transfers_beside_computing_count",),
     ),
     Fault(
+        "figures-end-with-the-first-that-fails",
+        "benchmarking.figures.making:make",
+        broken.lets_failures_out,
+        (
+            "tests/test_figures.py::test_a_figure_that_fails_is_told_of_and_the_others_are_made",
+            "tests/test_figures.py::test_figures_of_what_fits_nowhere_fail_one_by_one",
+            "tests/test_figures.py::test_a_defect_in_one_figure_leaves_the_others_be",
+        ),
+    ),
+    Fault(
+        "figures-leave-systems-out-unsaid",
+        "benchmarking.figures.suite:Suite.refuse",
+        bodies.does_nothing,
+        (
+            "tests/test_figures.py::test_figures_of_what_fits_nowhere_fail_one_by_one",
+            "tests/test_figures.py::test_systems_that_are_left_out_are_listed",
+        ),
+    ),
+    Fault(
+        "figures-call-measured-times-simulated",
+        "benchmarking.figures.head:head_of",
+        bodies.changes_arguments(lambda cell, *_: (cell,)),
+        ("tests/test_figures.py::test_every_figure_is_a_table_a_picture_and_a_text",),
+    ),
+    Fault(
         "padding-counted-as-tokens",
         "tasks.generative:token_mean",
         bodies.changes_arguments(
