@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarking import setups
 from benchmarking.clusters import build_cluster
 from benchmarking.simulated import Cell
 from lightning_spindle.capture.shapes import capture_shapes
@@ -26,11 +27,12 @@ def cell_of(config: Mapping[str, Any]) -> Cell:
     workload, cluster = config["workload"], config["cluster"]
     if workload["name"] not in WORKLOADS:
         raise ValueError(f"{workload['name']} is measured only; simulated are {', '.join(WORKLOADS)}")
-    return _cell(
-        json.dumps(workload, sort_keys=True),
-        json.dumps(cluster, sort_keys=True),
-        bool(config.get("shard_optimizer_state", False)),
-    )
+    size, sharded = setups.size_name(workload), config.get("shard_optimizer_state", False)
+    if size not in workload["sizes"]:
+        raise ValueError(f"workload.size={size}: {workload['name']} has {', '.join(workload['sizes'])}")
+    if not isinstance(sharded, bool):
+        raise ValueError(f"shard_optimizer_state={sharded} is neither true nor false")
+    return _cell(json.dumps(workload, sort_keys=True), json.dumps(cluster, sort_keys=True), sharded)
 
 
 WORKLOADS = ("multitask_clip", "ofasys", "qwen_val")
@@ -38,15 +40,14 @@ WORKLOADS = ("multitask_clip", "ofasys", "qwen_val")
 
 @cache
 def _cell(workload: str, cluster: str, shard_optimizer_state: bool) -> Cell:
-    wanted = json.loads(workload)
-    built = build_cluster(json.loads(cluster))
-    size_name = wanted["size"] or "full"
-    size = wanted["sizes"][size_name]
+    wanted, on = json.loads(workload), json.loads(cluster)
+    built = build_cluster(on)
+    size = wanted["sizes"][setups.size_name(wanted)]
     names = task_names(workload_size(wanted["name"], size), wanted["tasks"])
     graph = of_tasks(captured(wanted["name"], json.dumps(size)), names)
-    title = wanted["name"] if size_name == "full" else f"{wanted['name']} ({size_name})"
     costs = AnalyticCosts(graph, built.cluster, built.kind)
-    return Cell(title, len(names), built.name, costs, shard_optimizer_state)
+    setup = setups.fingerprint(wanted, on)
+    return Cell(setups.title_of(wanted), len(names), built.name, costs, shard_optimizer_state, setup)
 
 
 def of_tasks(graph: OperatorGraph, tasks: Collection[str]) -> OperatorGraph:

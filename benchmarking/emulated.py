@@ -7,19 +7,19 @@ ranks that are threads (``lightning_spindle.emulate``).
 import time
 from dataclasses import replace
 
-from benchmarking.simulated import Cell, Result, SimulatedRow, simulate_spindle
+from benchmarking.simulated import Cell, Planning, Result, SimulatedRow, simulate_spindle
 from lightning_spindle.emulate import emulate
 
 TOLERANCE = 0.02
 """How far a simulated iteration may be from the emulated one, relative to that."""
 
 
-def emulate_spindle(cell: Cell, planner: str, time_limit_s: float | None) -> Result:
+def emulate_spindle(cell: Cell, planning: Planning) -> Result:
     """As ``simulate_spindle``, and the same program emulated; the timeline is the emulated one.
 
     A difference beyond ``TOLERANCE`` is the row's error.
     """
-    simulated = simulate_spindle(cell, planner, time_limit_s)
+    simulated = simulate_spindle(cell, planning)
     assert simulated.plan is not None
     assert simulated.row.simulated_ms is not None
     started_s = time.perf_counter()

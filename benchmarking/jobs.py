@@ -62,7 +62,7 @@ def jobs_of(
     for system in systems:
         kind, _, planner = system.partition(":")
         if kind not in known:
-            raise ValueError(f"there is no system {system!r}; there are {', '.join(known)}")
+            raise ValueError(f"there is no system {system!r}; there are {', '.join(known)}: say systems=[…]")
         if planner and not known[kind].get("plans"):
             raise ValueError(f"system {system!r}: {kind} has no planner")
     jobs = tuple(

@@ -12,7 +12,8 @@ from benchmarking import hardware
 from benchmarking.earlier import kept
 from benchmarking.jobs import Job, Launch, jobs_of
 from benchmarking.launch import RESULT, JobFailed, run_job
-from benchmarking.results import Losses, Row, append, largest_difference
+from benchmarking.results import Losses, Row, append, largest_difference, whole
+from tasks.workloads import SMALL, task_names, workload_size
 
 RESULTS, REPORT = "results.csv", "report.md"
 
@@ -74,6 +75,7 @@ def measure(
         ValueError: the configuration asks for what cannot be run, or the earlier run's jobs were others.
     """
     require_steps(config)
+    require_tasks(config)
     jobs = jobs_of(config["systems"], config["processes"], config["repeats"], config["system"])
     launches = [Launch(job, job_config(job, config), directory / "jobs" / job.folder) for job in jobs]
     earlier = kept(launches, results)
@@ -104,11 +106,38 @@ def require_steps(config: dict[str, Any]) -> None:
         raise ValueError(f"same_losses.steps={compared}: a job has {total} steps (steps + warmup)")
 
 
+def require_tasks(config: dict[str, Any]) -> None:
+    """Raises ValueError unless the workload has that size and so many tasks."""
+    workload, own = config["workload"], config.get("tasks")
+    if own:
+        if workload["size"] is not None:
+            raise ValueError(
+                f"workload.size={workload['size']}: {workload['name']} has no sizes (model=… is one)"
+            )
+        known = list(own)
+    else:
+        size = workload["size"] or SMALL
+        if size not in workload["sizes"]:
+            raise ValueError(f"workload.size={size}: {workload['name']} has {', '.join(workload['sizes'])}")
+        known = list(task_names(workload_size(workload["name"], workload["sizes"][size])))
+    count = workload["tasks"]
+    if count is not None and not (isinstance(count, int) and 1 <= count <= len(known)):
+        raise ValueError(f"workload.tasks={count}: there are 1 to {len(known)}")
+
+
+def unmeasured(config: dict[str, Any], failure: Exception) -> Row:
+    """The row of a benchmark that cannot be begun."""
+    nothing = Job(",".join(map(str, config["systems"])), 0, 0)
+    readable = {key: whole(config[key]) for key in ("seed", "steps", "warmup")}
+    readable["workload"] = {**config["workload"], "tasks": whole(config["workload"]["tasks"])}
+    return _row(nothing, {**config, **readable}, {}, f"{type(failure).__name__}: {failure}", "", _now())
+
+
 def _measure(
     launch: Launch, config: dict[str, Any], results: Path, sameness: Sameness, before: Row | None
 ) -> Row:
     """Run one job, unless it was ``before``; its row says what went wrong, if anything did."""
-    job, date = launch.job, datetime.now().isoformat(timespec="seconds")
+    job, date = launch.job, _now()
     found: dict[str, Any] = {}
     try:
         if before is None:
@@ -118,13 +147,21 @@ def _measure(
         error = _problem(job, found, sameness)
     except JobFailed as failure:
         error = str(failure)
+    return _row(job, config, found, error, launch.place(results), date)
+
+
+def _row(job: Job, config: dict[str, Any], found: dict[str, Any], error: str, folder: str, date: str) -> Row:
+    """What a job ``found``, or why it counts for nothing."""
     times = {} if error else found  # that of other work than was asked for is no number to keep
     return Row(
         date=date,
         workload=config["workload"]["name"],
         mode=config["mode"]["name"],
+        tasks=config["workload"]["tasks"],
+        size=config["workload"]["size"] or "",
+        seed=config["seed"],
         system=job.system,
-        planner=job.planner,
+        planner=planner_of(job, config),
         processes=job.processes,
         repeat=job.repeat,
         live_ranks=found.get("live_ranks"),
@@ -142,8 +179,18 @@ def _measure(
         cpu=hardware.cpu_name(),
         torch=hardware.torch_version(),
         error=error,
-        folder=launch.place(results),
+        folder=folder,
     )
+
+
+def _now() -> str:
+    return datetime.now().isoformat(timespec="seconds")
+
+
+def planner_of(job: Job, config: dict[str, Any]) -> str:
+    """The job's own, or the configuration's; empty for a system that plans nothing."""
+    plans = config["system"].get(job.kind, {}).get("plans")
+    return (job.planner or config["planner"]["name"]) if plans else ""
 
 
 def _problem(job: Job, found: dict[str, Any], sameness: Sameness) -> str:
@@ -159,7 +206,7 @@ def job_config(job: Job, config: dict[str, Any]) -> dict[str, Any]:
         "strategy": system["strategy"],
         "options": system["options"],
         "plans": system["plans"],
-        "planner": job.planner,
+        "planner": planner_of(job, config),
         "processes": job.processes,
         "tasks": dict(islice(tasks.items(), config["workload"]["tasks"])),
         "model": config.get("model"),

@@ -35,11 +35,17 @@ def _cell(rows: Sequence[SimulatedRow]) -> str:
     size = f" ({first.operators} operators, {first.metaops} MetaOps)" if first.operators else ""
     title = (
         f"{first.mode.capitalize()} {first.date[:10]}: {first.workload}, {first.tasks} tasks{size} "
-        f"on {first.devices} devices of {first.cluster}"
+        f"on {first.devices} devices of {first.cluster}{f' ({first.kind})' if first.kind else ''}"
     )
+    swept = {"limit s": [row.time_limit_s for row in rows], "seed": [row.seed for row in rows]}
+    told = [name for name, values in swept.items() if len(set(values) - {None}) > 1]
     lines = [
-        {"system": name_of(row), **(_emulated(row) if row.mode == "emulated" else _simulated(row, rows))}
-        for row in rows
+        {
+            "system": name_of(row),
+            **{name: _number(swept[name][k], "g") for name in told},
+            **(_emulated(row) if row.mode == "emulated" else _simulated(row, rows)),
+        }
+        for k, row in enumerate(rows)
         if not row.error
     ]
     found = [table(list(lines[0]), [list(line.values()) for line in lines])] if lines else []

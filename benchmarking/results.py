@@ -20,8 +20,14 @@ class Row:
     date: str
     workload: str
     mode: str
+    tasks: int | None
+    """The first so many; None: all."""
+    size: str
+    """Empty: the workload's own for training."""
+    seed: int
     system: str
     planner: str
+    """Of Spindle; "auto" chooses."""
     processes: int
     repeat: int
     live_ranks: int | None
@@ -81,10 +87,22 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
         ]
 
 
-def _require_kind(path: Path, kind: "type[DataclassInstance]") -> None:
+def whole(given: object) -> int:
+    """What was asked for as a column of whole numbers can have it: 0 where it was none."""
+    return given if isinstance(given, int) else 0
+
+
+def has_rows(path: Path, kind: "type[DataclassInstance]") -> bool:
+    """Whether there is such a file, with rows of that kind."""
+    if not path.exists():
+        return False
     with path.open(newline="") as file:
-        if next(csv.reader(file), None) != [field.name for field in fields(kind)]:
-            raise ValueError(f"{path} has rows of another kind (mode): give this one another directory")
+        return next(csv.reader(file), None) == [field.name for field in fields(kind)]
+
+
+def _require_kind(path: Path, kind: "type[DataclassInstance]") -> None:
+    if not has_rows(path, kind):
+        raise ValueError(f"{path} has rows of another kind (mode): give this one another directory")
 
 
 def _value(text: str, kind: Any) -> Any:

@@ -3,6 +3,7 @@
 One cost set (``lightning_spindle.costs.AnalyticCosts``) serves planners, simulator and baselines.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from benchmarking import setups
 from benchmarking.baselines import best
+from benchmarking.results import whole
 from lightning_spindle.costs import AnalyticCosts
 from lightning_spindle.estimate.problem import planning_problem
 from lightning_spindle.estimate.samples import Samples
@@ -25,6 +28,8 @@ from lightning_spindle.planner.problem import LayerTime, PlanningProblem
 from lightning_spindle.planner.spindle import Reading, stage_schedule
 from lightning_spindle.simulate import simulate
 from lightning_spindle.timeline import Category, Timeline
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,14 @@ class SimulatedRow:
     """How a baseline divides its work; the planner that "auto" chose."""
     optimizer_state: str = ""
     """"whole" or "sharded" of Spindle."""
+    kind: str = ""
+    """Of devices, as data sheets call them."""
+    setup: str = ""
+    """Fingerprint of the workload's and the cluster's settings, whole in ``setups/`` beside the rows."""
+    seed: int | None = None
+    """Of planning."""
+    time_limit_s: float | None = None
+    """Of planning."""
     simulated_ms: float | None = None
     """An iteration, as simulated."""
     emulated_ms: float | None = None
@@ -69,14 +82,15 @@ class SimulatedRow:
     error: str = ""
 
     @property
-    def cell(self) -> tuple[str, str, int, str, int]:
+    def cell(self) -> tuple[str, str, int, str, int, str]:
         """What rows have in common that are compared with each other."""
-        return (self.mode, self.workload, self.tasks, self.cluster, self.devices)
+        return (self.mode, self.workload, self.tasks, self.cluster, self.devices, self.setup)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What makes a row the same job as another."""
-        return (*self.cell, self.optimizer_state, self.system, self.planner)
+        asked = (self.optimizer_state, self.system, self.planner, self.seed, self.time_limit_s)
+        return (*self.cell, *asked)
 
     @property
     def name(self) -> str:
@@ -102,6 +116,8 @@ class Cell:
     cluster: str
     costs: AnalyticCosts
     shard_optimizer_state: bool = False
+    setup: str = ""
+    """See ``SimulatedRow.setup``."""
 
     @property
     def graph(self) -> OperatorGraph:
@@ -154,6 +170,8 @@ class Cell:
             planner=planner,
             setting=setting,
             optimizer_state=_optimizer_state(self.shard_optimizer_state) if system == "spindle" else "",
+            kind=self.costs.kind.name,
+            setup=self.setup,
             operators=len(self.graph.operators),
             metaops=len(self.metagraph.metaops),
         )
@@ -173,17 +191,44 @@ def samples_of(metagraph: MetaGraph, costs: AnalyticCosts) -> Samples:
     return Samples(times)
 
 
-def simulate_spindle(cell: Cell, planner: str, time_limit_s: float | None, seed: int = 0) -> Result:
-    """Plan by ``planner`` ("auto": the one whose simulated iteration is shortest), lower and simulate."""
-    row = cell.row("spindle", planner)
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """Which planner plans, for how long, from which seed."""
+
+    planner: str
+    time_limit_s: float | None
+    seed: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The planners that "auto", or the one name, stands for.
+
+        Raises:
+            ValueError: there is no such planner, or no such time.
+        """
+        if self.planner not in (*PLANNERS, "auto"):
+            raise ValueError(f"there is no planner {self.planner!r}; there are auto, {', '.join(PLANNERS)}")
+        if self.time_limit_s is not None and self.time_limit_s < 0:
+            raise ValueError(f"planner.time_limit_s={self.time_limit_s:g} is less than 0")
+        return tuple(PLANNERS) if self.planner == "auto" else (self.planner,)
+
+    def row(self, cell: Cell, mode: str = "simulated") -> SimulatedRow:
+        """Of a job of Spindle's that has not run."""
+        blank = cell.row("spindle", self.planner, mode=mode)
+        return replace(blank, seed=self.seed, time_limit_s=self.time_limit_s)
+
+
+def simulate_spindle(cell: Cell, planning: Planning) -> Result:
+    """Plan ("auto": by the planner whose simulated iteration is shortest), lower and simulate."""
+    row, names = planning.row(cell), planning.names
     started_s = time.perf_counter()
-    names = tuple(PLANNERS) if planner == "auto" else (planner,)
-    plan = choose(cell.problem, cell.step, names, time_limit_s=time_limit_s, seed=seed).plan
+    limit_s, seed = planning.time_limit_s, planning.seed
+    plan = choose(cell.problem, cell.step, names, time_limit_s=limit_s, seed=seed).plan
     planning_s = time.perf_counter() - started_s
     timeline = simulate(cell.step.program(plan), cell.costs)
     row = replace(
         _told(row, timeline),
-        setting=plan.planner if planner == "auto" else "",
+        setting=plan.planner if planning.planner == "auto" else "",
         planning_s=planning_s,
         computing_ms=plan.makespan_ms,
         bound_ms=cell.bound_ms,
@@ -200,28 +245,42 @@ def simulate_baseline(cell: Cell, system: str) -> Result:
 
 
 def attempted(row: SimulatedRow, job: Callable[[], Result]) -> Result:
-    """The job's result, or its row with the reason why there is none."""
+    """The job's result, or its row with the reason why there is none.
+
+    Any failure is one job's alone, and a sweep goes on.
+    """
     try:
         return job()
-    except ValueError as refusal:
-        return Result(replace(row, error=_reason(refusal)))
+    except Exception as failure:
+        return Result(replace(row, error=reason(failure)))
 
 
-def refused(config: Mapping[str, Any], refusal: ValueError) -> SimulatedRow:
+def refused(config: Mapping[str, Any], failure: Exception) -> SimulatedRow:
     """The row of a job whose workload on its cluster there is not."""
+    workload, cluster, planner = config["workload"], config["cluster"], config["planner"]
     return SimulatedRow(
         date=_now(),
         mode=config["mode"]["name"],
-        workload=config["workload"]["name"],
-        tasks=config["workload"]["tasks"] or 0,
-        cluster=config["cluster"]["name"],
-        devices=config["cluster"]["devices"],
+        workload=setups.title_of(workload),
+        tasks=whole(workload["tasks"]),
+        cluster=cluster["name"],
+        devices=whole(cluster["devices"]),
         system="spindle",
-        planner=config["planner"]["name"],
+        planner=planner["name"],
         setting="",
-        optimizer_state=_optimizer_state(config.get("shard_optimizer_state", False)),
-        error=_reason(refusal),
+        optimizer_state=_optimizer_state(bool(config.get("shard_optimizer_state", False))),
+        setup=setups.fingerprint(workload, cluster),
+        seed=whole(config["seed"]),
+        time_limit_s=planner["time_limit_s"] if isinstance(planner["time_limit_s"], int | float) else None,
+        error=reason(failure),
     )
+
+
+def reason(failure: Exception) -> str:
+    """A row's error; the trace of what is no refusal is logged."""
+    if not isinstance(failure, ValueError):
+        _log.error("a job failed", exc_info=failure)
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _optimizer_state(sharded: bool) -> str:
@@ -230,10 +289,6 @@ def _optimizer_state(sharded: bool) -> str:
 
 def _now() -> str:
     return datetime.now().isoformat(timespec="seconds")
-
-
-def _reason(refusal: ValueError) -> str:
-    return f"{type(refusal).__name__}: {refusal}"
 
 
 def _told(row: SimulatedRow, timeline: Timeline) -> SimulatedRow:

@@ -1,6 +1,8 @@
 """What a sweep leaves at its end: one report of all its jobs, and a figure of those that were simulated."""
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from benchmarking.figures.speedups import speedup_figure
 from benchmarking.figures.style import save
 from benchmarking.measured import REPORT, RESULTS
 from benchmarking.report_simulated import report_simulated
-from benchmarking.results import read_rows
+from benchmarking.results import has_rows, read_rows
 from benchmarking.simulated import SimulatedRow
 from benchmarking.sweep import latest
 
@@ -25,12 +27,12 @@ class SweepReport(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Of everything that lies in the sweep's directory, also from a time before."""
         directory = Path(config.hydra.sweep.dir).absolute()
-        if config.mode.name == "measured":
+        if has_rows(directory / RESULTS, SimulatedRow):
+            report_sweep(directory)
+        else:  # measured, or figures
             reports = sorted(directory.glob(f"*/{REPORT}"), key=lambda path: (len(path.parent.name), path))
             text = "\n\n".join(path.read_text().strip() for path in reports)
             (directory / REPORT).write_text(f"{text}\n")
-        else:
-            report_sweep(directory)
         _log.info("Report: %s", directory / REPORT)
 
 
@@ -42,9 +44,17 @@ def report_sweep(directory: Path) -> None:
     rows = latest(read_rows(directory / RESULTS, SimulatedRow))
     parts = [report_simulated(rows)]
     if simulated := [row for row in rows if row.mode == "simulated"]:
-        try:
-            save(speedup_figure(simulated), directory / FIGURE)
-            parts.insert(0, f"![Speedup over DeepSpeed]({FIGURE})")
-        except ModuleNotFoundError as missing:
-            parts.insert(0, f"No figure: {missing}")
+        parts.insert(0, _drawn(simulated, directory))
     (directory / REPORT).write_text("\n\n".join(parts) + "\n")
+
+
+def _drawn(rows: Sequence[SimulatedRow], directory: Path) -> str:
+    """The figure's link, or why there is none."""
+    bars = Counter((row.workload, row.tasks, row.cluster, row.devices, row.name) for row in rows)
+    if max(bars.values()) > 1:
+        return "No figure: jobs differ in more than workload, tasks, cluster, devices and system."
+    try:
+        save(speedup_figure(rows), directory / FIGURE)
+    except ModuleNotFoundError as missing:
+        return f"No figure: {missing}"
+    return f"![Speedup over DeepSpeed]({FIGURE})"

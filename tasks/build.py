@@ -13,7 +13,7 @@ from tasks.contrastive import AudioText, ContrastiveTask, ImageText, MotionText
 from tasks.encoders import FrameEncoder, ImageEncoder, TextEncoder
 from tasks.optimizers import AdamWSchedule
 from tasks.transformer import TransformerEncoder
-from tasks.workloads import task_names, workload_data, workload_model, workload_size
+from tasks.workloads import SMALL, task_names, workload_data, workload_model, workload_size
 
 DATAMODULES: dict[str, type[DescribedDataModule]] = {
     "image_text": Digits,
@@ -98,7 +98,7 @@ def build(
     if "sizes" in workload:
         if shards != 1:
             raise ValueError(f"workload {workload['name']}: its losses are of whole batches, not of shards")
-        size = workload_size(workload["name"], workload["sizes"][workload["size"] or "small"])
+        size = workload_size(workload["name"], workload["sizes"][workload["size"] or SMALL])
         names = task_names(size, workload["tasks"])
         data = workload_data(size, names, workload["batches"], config["seed"])
         return workload_model(size, names, optimization), data

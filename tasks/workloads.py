@@ -34,6 +34,8 @@ class WorkloadSize(Protocol):
         """The same layers and steps, as small as can be."""
 
 
+SMALL = "small"
+"""The size of a workload that is trained where none is asked for."""
 SIZES: dict[str, type[Any]] = {"multitask_clip": ClipSize, "ofasys": OfasysSize, "qwen_val": QwenSize}
 
 

@@ -22,7 +22,7 @@ from benchmarking import measured
 from benchmarking.job import fit
 from benchmarking.jobs import Job, jobs_of
 from benchmarking.launch import JobFailed, run_job
-from benchmarking.results import Row, Spread, largest_difference, ratio
+from benchmarking.results import Row, Spread, largest_difference, ratio, read_rows
 from datamodules.sharded import Sharded, ShardedBatches, shard
 from lightning_spindle import tasklog
 from tasks.build import ModelSize, build_data, build_model
@@ -142,7 +142,9 @@ def test_systems_take_turns_where_they_can_run() -> None:
     assert [(job.system, job.processes) for job in jobs] == once * 2
     assert [job.repeat for job in jobs] == [0] * len(once) + [1] * len(once)
     assert len({job.folder for job in jobs}) == len(jobs)
-    assert [measured.job_config(job, config)["planner"] for job in jobs[1:3]] == ["", "search"]
+    assert [measured.job_config(job, config)["planner"] for job in jobs[:3]] == ["", "auto", "search"]
+    seq = composed("planner=seq")
+    assert [measured.job_config(job, seq)["planner"] for job in jobs[:3]] == ["", "seq", "search"]
 
 
 def test_only_known_systems_and_sensible_counts() -> None:
@@ -166,6 +168,35 @@ def test_the_workload_is_that_of_the_experiment_and_can_be_cut() -> None:
     assert (config["tasks"], config["model"]) == (experiment["tasks"], experiment["model"])
     job = measured.job_config(Job("spindle", 2, 0), config)
     assert list(job["tasks"]) == list(config["tasks"])[:2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workload.tasks=4"], "ValueError: workload.tasks=4: there are 1 to 3"),
+        (["workload.tasks=0"], "ValueError: workload.tasks=0: there are 1 to 3"),
+        (["workload.size=small"], "ValueError: workload.size=small: quickstart has no sizes"),
+        (["workload=qwen_val", "workload.tasks=4"], "ValueError: workload.tasks=4: there are 1 to 3"),
+        (["workload=ofasys", "workload.size=tiny"], "ValueError: workload.size=tiny: ofasys has full"),
+        (["systems=[foo]"], "ValueError: there is no system 'foo'; there are plain, "),
+        (["seed=foo", "steps=foo"], "TypeError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_leaves_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    """Before anything is launched."""
+
+    def launched(*_: Any) -> None:
+        raise JobFailed("was launched")
+
+    monkeypatch.setattr(measured, "run_job", launched)
+    config = composed("mode=measured", *overrides)
+    assert not benchmark.attempt(config, tmp_path, tmp_path / "results.csv")
+    (row,) = read_rows(tmp_path / "results.csv", Row)
+    assert row.error.startswith(message)
+    assert row.processes == 0
+    assert message in (tmp_path / "report.md").read_text()
 
 
 def command(code: str) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ import hydra
 import pytest
 
 import benchmark
-from benchmarking import simulated
+from benchmarking import setups, simulated
 from benchmarking.cells import cell_of, of_tasks
 from benchmarking.report_simulated import report_simulated, speedup
 from benchmarking.results import append, read_rows
 from benchmarking.simulated import (
     Cell,
+    Planning,
     SimulatedRow,
     attempted,
     samples_of,
@@ -42,7 +43,7 @@ def cell() -> Cell:
 
 
 def test_every_planner_and_baseline_gives_a_row(cell: Cell) -> None:
-    rows = [simulate_spindle(cell, planner, 0.2).row for planner in (*PLANNERS, "auto")]
+    rows = [simulate_spindle(cell, Planning(planner, 0.2)).row for planner in (*PLANNERS, "auto")]
     rows += [simulate_baseline(cell, system).row for system in ("deepspeed", "megatron")]
     assert len({row.key for row in rows}) == len(rows)
     for row in rows:
@@ -82,7 +83,7 @@ def test_a_refusal_is_a_row_with_its_reason(cell: Cell) -> None:
 
 
 def test_rows_are_read_as_they_were_written(cell: Cell, tmp_path: Path) -> None:
-    rows = [simulate_spindle(cell, "seq", 0.2).row, replace(cell.row("megatron"), error="no, none")]
+    rows = [simulate_spindle(cell, Planning("seq", 0.2)).row, replace(cell.row("megatron"), error="no, none")]
     for row in rows:
         append(tmp_path / "results.csv", row)
     assert read_rows(tmp_path / "results.csv", SimulatedRow) == rows
@@ -101,7 +102,8 @@ def test_a_sweep_goes_on_where_it_stopped(
 
     monkeypatch.setattr(benchmark, "attempted", attempt)
     monkeypatch.setattr(benchmark, "cell_of", lambda config: cell)
-    monkeypatch.setattr(benchmark, "_progress", Progress(3))
+    progress = Progress(3)
+    monkeypatch.setattr(benchmark, "_progress", lambda: progress)
     results = tmp_path / "results.csv"
     for planner in ("spindle", "seq", "spindle"):
         config = composed("mode=simulated", f"planner={planner}", "planner.time_limit_s=0.2")
@@ -131,8 +133,83 @@ def test_configurations_make_cells() -> None:
     first = cell_of(composed(*small, "workload.tasks=2"))
     assert first.tasks == 2
     assert set(first.graph.operators) < set(cell.graph.operators)
+    assert cell_of(composed(*small, "cluster.kind=A800-80GB")).setup != cell.setup == first.setup
     with pytest.raises(ValueError, match="quickstart is measured only"):
         cell_of(composed())
+    with pytest.raises(ValueError, match=r"workload\.size=tiny: qwen_val has full, small"):
+        cell_of(composed("workload=qwen_val", "workload.size=tiny"))
+    with pytest.raises(ValueError, match="shard_optimizer_state=maybe is neither true nor false"):
+        cell_of(composed("workload=qwen_val", "shard_optimizer_state=maybe"))
+
+
+def test_jobs_that_differ_in_anything_are_done_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
+) -> None:
+    """And the table names what each was asked, which lies beside it whole."""
+
+    def found(config: dict[str, Any]) -> Cell:
+        return replace(cell, setup=setups.fingerprint(config["workload"], config["cluster"]))
+
+    monkeypatch.setattr(benchmark, "cell_of", found)
+    results = tmp_path / "results.csv"
+    length = "workload.sizes.full.text_length"
+    for override in ("seed=0", "seed=1", "planner.time_limit_s=0.1", "cluster.kind=H200-141GB",
+                     f"{length}=64", "seed=0", "workload.sizes.small.text_length=8"):  # fmt: skip
+        config = composed("mode=simulated", "workload=qwen_val", "planner=seq", "baselines=[]", override)
+        assert benchmark.attempt(config, tmp_path, results)
+    rows = read_rows(results, SimulatedRow)
+    assert [(row.seed, row.time_limit_s) for row in rows] == [
+        (0, 3.0),
+        (1, 3.0),
+        (0, 0.1),
+        (0, 3.0),
+        (0, 3.0),
+    ]
+    described = {path.stem: path.read_text() for path in (tmp_path / "setups").iterdir()}
+    assert '"H200-141GB"' in described[rows[3].setup]
+    assert '"text_length": 64' in described[rows[4].setup]
+    assert set(described) == {row.setup for row in rows}
+
+
+@pytest.mark.usefixtures("hydra_restored")
+def test_a_sweep_goes_on_after_any_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
+) -> None:
+    """A defect of ours, a planner that there is not, a number that is none: a row each."""
+
+    def found(config: dict[str, Any]) -> Cell:
+        return cell if config["cluster"]["devices"] == 16 else cell_of(config)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("no time at all")
+
+    monkeypatch.setattr(benchmark, "cell_of", found)
+    monkeypatch.setattr(benchmark, "simulate_baseline", broken)
+    sweep(monkeypatch, tmp_path, "planner.name=foo,seq", "cluster.devices=16,foo", "baselines=[deepspeed]")
+    rows = latest(read_rows(tmp_path / "results.csv", SimulatedRow))
+    assert len(rows) == 5
+    good = [row for row in rows if not row.error]
+    assert [(row.planner, row.devices) for row in good] == [("seq", 16)]
+    errors = {(row.name, row.devices): row.error for row in rows if row.error}
+    assert errors["foo", 16].startswith("ValueError: there is no planner 'foo'; there are auto, ")
+    assert errors["deepspeed", 16] == "ZeroDivisionError: no time at all"
+    assert errors["seq", 0] == errors["foo", 0] != ""
+    assert (tmp_path / "report.md").read_text().count("FAILED") == 4
+
+
+def test_a_limit_below_nothing_is_refused(cell: Cell) -> None:
+    with pytest.raises(ValueError, match=r"planner\.time_limit_s=-1 is less than 0"):
+        simulate_spindle(cell, Planning("seq", -1.0))
+
+
+def test_a_bar_is_one_job(cell: Cell, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        append(tmp_path / "results.csv", simulate_spindle(cell, Planning("seq", 0.2, seed)).row)
+    report_sweep(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("No figure: jobs differ in more than")
+    assert "| seed |" in text
+    assert "| limit s |" not in text
 
 
 @pytest.fixture
@@ -148,6 +225,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, directory: Path, *overrides: str) -> 
     """``python benchmark.py -m`` in this process."""
     options = ["-m", f"hydra.sweep.dir={directory}", "workload=ofasys", "planner.time_limit_s=0.2"]
     monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *overrides])
+    benchmark._progress.cache_clear()
     task = benchmark.main.__wrapped__
     hydra.main(config_path=str(ROOT / "conf"), config_name="benchmark", version_base="1.3")(task)()
 
@@ -163,7 +241,8 @@ def test_a_sweep_has_one_tree_one_table_and_one_report(
     sweep(monkeypatch, directory, "planner=seq,optimus", "workload.tasks=99", "seed=0,1")
     sweep(monkeypatch, directory, "planner=seq,stmm", "workload.tasks=99", "seed=0,1")
     assert [path.name for path in tmp_path.iterdir()] == ["swept"]
-    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    folders = sorted(path.name for path in directory.iterdir() if path.is_dir())
+    assert folders == ["0", "1", "2", "3", "setups"]
     rows = read_rows(directory / "results.csv", SimulatedRow)
     assert len({row.key for row in rows if not row.error}) == sum(not row.error for row in rows) == 5
     assert [row.name for row in latest(rows) if row.error] == ["seq", "optimus", "stmm"]

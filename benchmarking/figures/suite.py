@@ -8,7 +8,7 @@ from typing import Any
 from benchmarking.baselines import SYSTEMS as BASELINES
 from benchmarking.cells import cell_of, of_tasks
 from benchmarking.figures.style import workload_title
-from benchmarking.simulated import Cell, Result, attempted, simulate_baseline, simulate_spindle
+from benchmarking.simulated import Cell, Planning, Result, attempted, simulate_baseline, simulate_spindle
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Suite:
         """What a planner's name, or a baseline's, comes to on a cell; a row with an error if it refuses."""
         key = (cell, system)
         if key not in self._results:
-            time_limit_s = self.config["planner"]["time_limit_s"]
             if system in BASELINES:
                 job = partial(simulate_baseline, cell, system)
                 self._results[key] = attempted(cell.row(system), job)
             else:
-                job = partial(simulate_spindle, cell, system, time_limit_s)
-                self._results[key] = attempted(cell.row("spindle", system), job)
+                planning = Planning(system, self.config["planner"]["time_limit_s"], self.config["seed"])
+                job = partial(simulate_spindle, cell, planning)
+                self._results[key] = attempted(planning.row(cell), job)
         found = self._results[key]
         if found.row.error:
             self.refuse(cell, system, found.row.error)

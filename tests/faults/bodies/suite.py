@@ -52,3 +52,30 @@ def lets_failures_out(original: Function) -> Function:
         return made
 
     return faulty
+
+
+def names_the_planner_alone(original: Function) -> Function:
+    """Neither seed nor time limit tell a job from another."""
+
+    def faulty(self: Any, cell: Any, mode: str = "simulated") -> Any:
+        return cell.row("spindle", self.planner, mode=mode)
+
+    return faulty
+
+
+def lets_defects_out(original: Function) -> Function:
+    """Whatever a job raises ends what asked for it."""
+
+    def faulty(row: Any, job: Any) -> Any:
+        return job()
+
+    return faulty
+
+
+def takes_the_system_s_planner(original: Function) -> Function:
+    """The configuration's planner counts for nothing."""
+
+    def faulty(job: Any, config: Any) -> str:
+        return job.planner
+
+    return faulty

@@ -76,6 +76,39 @@ FAULTS = (
         ("tests/test_simulated.py::test_a_sweep_has_one_tree_one_table_and_one_report",),
     ),
     Fault(
+        "sweep-takes-rows-of-another-cluster",
+        "benchmarking.setups:described",
+        bodies.returns("{}"),
+        (
+            "tests/test_simulated.py::test_jobs_that_differ_in_anything_are_done_apart",
+            "tests/test_simulated.py::test_configurations_make_cells",
+        ),
+    ),
+    Fault(
+        "sweep-takes-rows-of-another-seed",
+        "benchmarking.simulated:Planning.row",
+        broken.names_the_planner_alone,
+        ("tests/test_simulated.py::test_jobs_that_differ_in_anything_are_done_apart",),
+    ),
+    Fault(
+        "sweep-ends-at-a-defect",
+        "benchmark:attempted",
+        broken.lets_defects_out,
+        ("tests/test_simulated.py::test_a_sweep_goes_on_after_any_failure",),
+    ),
+    Fault(
+        "benchmark-takes-any-number-of-tasks",
+        "benchmarking.measured:require_tasks",
+        bodies.returns(None),
+        ("tests/test_benchmark.py::test_what_cannot_be_measured_leaves_a_row",),
+    ),
+    Fault(
+        "benchmark-measures-the-usual-planner",
+        "benchmarking.measured:planner_of",
+        broken.takes_the_system_s_planner,
+        ("tests/test_benchmark.py::test_systems_take_turns_where_they_can_run",),
+    ),
+    Fault(
         "emulated-iterations-may-be-anything",
         "benchmarking.emulated:_too_far",
         bodies.returns(""),
