@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from benchmarking.figures.style import save
 from benchmarking.figures.suite import Refusal, Suite
 from benchmarking.measured import REPORT
 from benchmarking.results import append
+from benchmarking.simulated import reason
 
 FIGURES: Mapping[str, ModuleType] = MappingProxyType(
     {
@@ -49,8 +49,6 @@ KINDS = {
     "measured": "Measured: wall clock of this machine.",
 }
 """What a report says of rows, by their ``mode``."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def names_of(given: object) -> Sequence[str]:
     known = f"there are {', '.join(FIGURES)}"
     if not names:
         raise ValueError(f"figures=[] asks for no figure; {known}")
-    unknown = [str(name) for name in names if name not in FIGURES]
+    unknown = [str(name) for name in names if str(name) not in FIGURES]
     if unknown:
         raise ValueError(f"there is no figure {', '.join(unknown)}; {known}")
     return names
@@ -127,13 +125,6 @@ def make(name: str, suite: Suite, directory: Path) -> Made:
     except Exception as failure:
         return Made(name, error=reason(failure), refusals=own.refusals)
     return Made(name, text, refusals=own.refusals)
-
-
-def reason(failure: Exception) -> str:
-    """Type and message; the trace of what is no refusal is logged."""
-    if not isinstance(failure, ValueError):
-        _log.error("a figure failed", exc_info=failure)
-    return f"{type(failure).__name__}: {failure}"
 
 
 def _make(module: ModuleType, suite: Suite, csv: Path, picture: Path) -> str:
