@@ -27,7 +27,7 @@ def test_there_are_the_clusters_of_the_paper_and_others() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 4, 20, 64])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"mixed"}))
 def test_each_cluster_has_any_number_of_devices(name: str, devices: int) -> None:
     built = build_cluster(composed(name, f"devices={devices}"))
     assert (built.name, built.cluster.devices) == (name, devices)
@@ -37,19 +37,39 @@ def test_each_cluster_has_any_number_of_devices(name: str, devices: int) -> None
     assert built.cluster.memory_bytes == built.kind.memory_bytes
 
 
-def test_the_processes_of_a_machine_share_its_cores() -> None:
-    assert build_cluster(composed("cpu2", "devices=4", "island_size=4")).cluster.cores == 2
+@pytest.mark.parametrize("devices", [1, 2, 4, 7])
+def test_the_processes_of_a_machine_share_its_cores(devices: int) -> None:
+    built = build_cluster(composed("cpu2", f"devices={devices}"))
+    cluster = built.cluster
+    assert {cluster.island(d) for d in range(devices)} == {0}
+    assert cluster.cores == 2
+    assert {cluster.link(0, d) for d in range(1, devices)} <= {built.kind.inside}
     assert build_cluster(composed("h200")).cluster.cores is None
 
 
-def test_islands_of_another_make_have_their_own_links() -> None:
-    cluster = build_cluster(composed("mixed")).cluster
-    pcie = Link(3e-5, 2e10)
-    assert [cluster.link(a, b) for a, b in ((0, 1), (15, 8), (16, 17), (24, 31))] == [A800.inside] * 2 + [
-        pcie
-    ] * 2
-    assert cluster.link(16, 24) == cluster.link(0, 16) == cluster.between
-    assert build_cluster(composed("mixed", "devices=16")).cluster.islands == ()
+def test_machines_of_a_given_size_have_cores_each() -> None:
+    cluster = build_cluster(composed("cpu2", "devices=4", "island_size=2")).cluster
+    assert [cluster.island(d) for d in range(4)] == [0, 0, 1, 1]
+    assert cluster.cores == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "slow"), [(10, {1}), (16, {1}), (20, {2}), (32, {2, 3}), (40, {3, 4}), (64, {4, 5, 6, 7})]
+)
+def test_the_second_half_of_the_islands_has_its_own_links(devices: int, slow: set[int]) -> None:
+    """Of an odd number of islands the one in the middle is like the first."""
+    cluster = build_cluster(composed("mixed", f"devices={devices}")).cluster
+    firsts = range(0, devices, 8)
+    pcie = {cluster.island(d) for d in firsts if cluster.link(d, d + 1) == Link(3e-5, 2e10)}
+    nvlink = {cluster.island(d) for d in firsts if cluster.link(d, d + 1) == A800.inside}
+    assert (pcie, nvlink) == (slow, set(range(len(firsts))) - slow)
+    assert cluster.link(0, devices - 1) == A800.cluster(64).between
+
+
+@pytest.mark.parametrize("overrides", [["devices=1"], ["devices=8"], ["devices=9"], ["island_size=1"]])
+def test_a_second_half_without_links_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"cluster mixed: .* no two .* second half of the islands"):
+        build_cluster(composed("mixed", *overrides))
 
 
 @pytest.mark.parametrize(
