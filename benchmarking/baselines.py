@@ -6,9 +6,11 @@ tensor parallelism inside an island, data parallelism over the rest, optimizer s
 DeepSpeed: data parallelism under ZeRO 0 to 3. The best of all settings that fit in memory counts.
 
 The times of operators, collectives and optimizer steps are those that Spindle's programs are simulated with
-(``lightning_spindle.costs``). Where something is not known, it is taken in the baseline's favour: tensor
-parallelism divides every operator with parameters evenly, and a gradient's sum starts with the last task
-that needs it, beside computing.
+(``lightning_spindle.costs``), rows are divided as theirs, and devices that compute at once share the cores
+of their island. All devices wait for the slowest, operator by operator. Where something is not known, it is
+taken in the baseline's favour: tensor parallelism divides every operator with parameters evenly, cores are
+never idle while their island has work, and a gradient's sum starts with the last task that needs it, beside
+computing.
 
 Legend: N devices, t of a tensor-parallel group, d = N / t data-parallel groups, B rows of a batch.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_spindle.cluster import Cluster
 from lightning_spindle.costs import (
     AnalyticCosts,
     State,
@@ -29,7 +32,7 @@ from lightning_spindle.costs import (
     reduce_scatter_s,
 )
 from lightning_spindle.graph import Layout, Operator
-from lightning_spindle.program import BUCKET_BYTES
+from lightning_spindle.program import BUCKET_BYTES, row_range
 from lightning_spindle.timeline import Category, Event, Timeline
 
 SYSTEMS = ("deepspeed", "megatron")
@@ -70,8 +73,7 @@ def settings_of(system: str, costs: AnalyticCosts) -> tuple[Setting, ...]:
     if system == "deepspeed":
         return tuple(Setting(1, zero) for zero in range(4))
     if system == "megatron":
-        devices, island = costs.cluster.devices, costs.cluster.island_size
-        degrees = [t for t in (1, 2, 4, 8, 16) if t <= island and devices % t == 0]
+        degrees = [t for t in (1, 2, 4, 8, 16) if _tensor_groups(t, costs.cluster)]
         return tuple(Setting(t, zero) for t in degrees for zero in (0, 1))
     raise ValueError(f"no baseline is called {system!r}; there are {', '.join(SYSTEMS)}")
 
@@ -95,18 +97,42 @@ def best(system: str, costs: AnalyticCosts) -> Execution:
 
 
 def execute(setting: Setting, costs: AnalyticCosts) -> Execution:
-    """One iteration under a setting."""
-    return _Iteration(setting, costs).run()
+    """One iteration under a setting.
+
+    Raises:
+        ValueError: tensor-parallel groups would reach over islands, or leave devices over.
+    """
+    groups, cluster = _tensor_groups(setting.tensor, costs.cluster), costs.cluster
+    if not groups:
+        raise ValueError(
+            f"{setting}: {cluster.devices} devices in islands of {cluster.island_size} do not divide into "
+            f"groups of {setting.tensor} that are each inside an island"
+        )
+    return _Iteration(setting, costs, groups).run()
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def _tensor_groups(tensor: int, cluster: Cluster) -> Groups:
+    """Neighbours that share each operator; none where a group would reach over islands or be smaller."""
+    starts = range(0, cluster.devices, tensor)
+    groups = tuple(tuple(range(first, first + tensor)) for first in starts)
+    inside = all(cluster.island(group[0]) == cluster.island(group[-1]) for group in groups)
+    return groups if inside and cluster.devices % tensor == 0 else ()
 
 
 class _Iteration:
-    """Device 0's clock, and that of its collectives; all other devices' are equal."""
+    """The clock of all devices, as each step ends with the slowest of them, and that of their collectives.
 
-    def __init__(self, setting: Setting, costs: AnalyticCosts) -> None:
+    Data-parallel groups (the first of each tensor-parallel group, the second of each, …) have equal links:
+    each has as many members in an island as the others.
+    """
+
+    def __init__(self, setting: Setting, costs: AnalyticCosts, tensor_groups: Groups) -> None:
         self.setting, self.costs = setting, costs
-        devices = costs.cluster.devices
-        self.tensor_group = tuple(range(setting.tensor))
-        self.data_group = tuple(range(0, devices, setting.tensor))
+        self.tensor_groups = tensor_groups
+        self.data_group = tuple(group[0] for group in tensor_groups)
         self.sharded: State = costs.state.sharded(len(self.data_group), setting.zero)
         self.now_s = 0.0
         self.sums_end_s = 0.0
@@ -150,16 +176,34 @@ class _Iteration:
                 self._sum_beside(self._trainable_bytes(operator.parameters), operator.name, operator.task)
 
     def _compute_s(self, operator: Operator, backward: bool) -> float:
-        """The slowest device: ceil(B / d) rows; the whole batch for what couples rows."""
-        costs, tensor = self.costs, self.setting.tensor
-        rows = costs.example_rows(operator.task)
+        """Each group has its part of B rows; the whole batch of what couples rows."""
+        batch, d = self.costs.example_rows(operator.task), len(self.data_group)
+        rows = [batch] * d
         if operator.layout is Layout.SPLIT:
-            rows = -(-rows // len(self.data_group))
-        if tensor == 1 or not operator.parameters:
+            rows = [last - first for first, last in (row_range(k, d, batch) for k in range(d))]
+        alone_s = {n: self._alone_s(operator, n, backward) for n in set(rows)}
+        return self._at_once_s([alone_s[n] for n in rows])
+
+    def _alone_s(self, operator: Operator, rows: int, backward: bool) -> float:
+        """A device of a group with so many rows, on a core of its own."""
+        costs, tensor = self.costs, self.setting.tensor
+        if tensor == 1 or not operator.parameters or not rows:
             return costs.operator_s(operator.name, rows, backward)
         work = costs.work(operator.name, rows)
         divided = Work(work.flops / tensor, work.moved_bytes / tensor, work.operations)
         return costs.passes(operator.name, backward) * pass_s(divided, costs.kind)
+
+    def _at_once_s(self, alone_s: Sequence[float]) -> float:
+        """All devices compute, those of tensor group k for ``alone_s[k]`` had they a core each."""
+        cluster = self.costs.cluster
+        slowest_s = max(alone_s)
+        if cluster.cores is None:
+            return slowest_s
+        work_s: dict[int, float] = {}
+        for group, seconds in zip(self.tensor_groups, alone_s, strict=True):
+            island = cluster.island(group[0])
+            work_s[island] = work_s.get(island, 0.0) + len(group) * seconds
+        return max(slowest_s, max(work_s.values()) / cluster.cores)
 
     def _tensor_s(self, operator: Operator, backward: bool) -> float:
         if self.setting.tensor == 1 or not operator.parameters:
@@ -167,7 +211,13 @@ class _Iteration:
         rows = -(-self.costs.example_rows(operator.task) // len(self.data_group))
         size = sum(self.costs.value_bytes(v, operator.task, rows) for v in operator.outputs)
         passes = min(1, self.costs.passes(operator.name, backward))
-        return passes * REDUCES_A_LAYER * all_reduce_s(size, self.tensor_group, self.costs.cluster)
+        return passes * REDUCES_A_LAYER * self._tensor_sum_s(size)
+
+    def _tensor_sum_s(self, size_bytes: float) -> float:
+        """Of the island whose devices are slowest to sum."""
+        cluster = self.costs.cluster
+        of_islands = {cluster.island(group[0]): group for group in self.tensor_groups}
+        return max(all_reduce_s(size_bytes, group, cluster) for group in of_islands.values())
 
     def _inputs_s(self, operator: Operator) -> float:
         """All rows of what couples them become known to every data-parallel group (contrastive losses)."""
@@ -227,7 +277,8 @@ class _Iteration:
         """The optimizer, on a part of the parameters where its state is divided, which then are gathered."""
         size = self._trainable_bytes(tuple(self.finished_s))
         shards = len(self.data_group) if self.setting.zero else 1
-        end_s = self.now_s + optimizer_step_s(size / shards, self.costs.kind, self.costs.state)
+        alone_s = optimizer_step_s(size / shards, self.costs.kind, self.costs.state)
+        end_s = self.now_s + self._at_once_s([alone_s] * len(self.data_group))
         self._note(self.now_s, end_s, "optimizer", Category.OPTIMIZER)
         if self.setting.zero in (1, 2):
             gathered_s = end_s + all_gather_s(size, self.data_group, self.costs.cluster)

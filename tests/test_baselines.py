@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarking.baselines import Setting, best, execute
+from benchmarking.baselines import Setting, best, execute, settings_of
+from benchmarking.simulated import Cell
+from lightning_spindle.cluster import Link
 from lightning_spindle.costs import A800, AnalyticCosts, all_gather_s, all_reduce_s, optimizer_step_s
 from lightning_spindle.graph import Layout, Operator, OperatorGraph, Parameter, Reduction, Result, Value
+from lightning_spindle.planner import PLANNERS
+from lightning_spindle.simulate import simulate
 from lightning_spindle.timeline import Category
 
 BATCH, LAYERS, WEIGHT_BYTES, FLOPS = 64, 3, 2 * 10**8, 4e12
@@ -107,6 +111,79 @@ def test_tensor_parallelism_divides_work_and_adds_sums_of_activations() -> None:
         2 * LAYERS * 2 * all_reduce_s(BATCH * 1000, range(8), costs.cluster)
     )
     assert divided.memory_bytes < whole.memory_bytes / 7
+
+
+def computing_s(costs: AnalyticCosts, setting: Setting, category: Category = Category.FORWARD) -> float:
+    """Of device 0, under a setting."""
+    return sum(e.duration_s for e in execute(setting, costs).timeline.on(0) if e.category is category)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize(
+    "category", [Category.FORWARD, Category.BACKWARD, Category.OPTIMIZER], ids=lambda c: c.name
+)
+def test_processes_that_compute_at_once_share_cores(tensor: int, category: Category) -> None:
+    """Four devices of each machine on two cores take twice as long; on four cores they have one each."""
+    for devices in (4, 8):
+        costs, setting = costs_of(graph_of("a"), devices), Setting(tensor)
+        costs = replace(costs, cluster=replace(costs.cluster, island_size=4))
+        alone, four, two = (
+            computing_s(replace(costs, cluster=replace(costs.cluster, cores=n)), setting, category)
+            for n in (None, 4, 2)
+        )
+        assert alone == four > 0
+        assert two == pytest.approx(2 * alone)
+
+
+def test_devices_with_fewer_rows_leave_their_cores_to_others() -> None:
+    """Six rows on four devices: 1, 2, 1, 2. Three rows: 0, 1, 1, 1."""
+    for batch, shards in ((6, (1, 2, 1, 2)), (3, (0, 1, 1, 1))):
+        graph = graph_of("a", batch=batch)
+        costs = AnalyticCosts(graph, replace(A800.cluster(4), cores=2))
+        layers = [o for o in graph.operators if o.layout is Layout.SPLIT]
+        split = sum(costs.operator_s(o.name, n, False) for o in layers for n in shards) / 2
+        loss = costs.operator_s("a/loss", batch, False) * 4 / 2
+        assert computing_s(costs, Setting()) == pytest.approx(split + loss)
+
+
+def test_cores_are_shared_as_in_simulated_programs() -> None:
+    """Spindle-Seq does the same work on the same devices; gradients of the loss reach one after another."""
+    costs = AnalyticCosts(graph_of("a"), replace(A800.cluster(4), cores=2))
+    cell = Cell("toy", 1, "", costs)
+    seq = simulate(cell.step.program(PLANNERS["seq"](cell.problem)), costs)
+    for category in (Category.FORWARD, Category.BACKWARD):
+        layers = [e.duration_s for e in seq.on(0) if e.category is category and "loss" not in e.label]
+        passes = [
+            e.duration_s
+            for e in execute(Setting(), costs).timeline.on(0)
+            if e.category is category and "loss" not in e.label
+        ]
+        assert sum(passes) == pytest.approx(sum(layers), rel=0.005)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slowest_island_sums_activations_last(slow: int) -> None:
+    costs = costs_of(graph_of("a"), 16)
+    link = Link(3e-5, 1e9)
+    costs = replace(costs, cluster=replace(costs.cluster, islands=((slow, link),)))
+    sums = [
+        e
+        for e in execute(Setting(8), costs).timeline.on(0)
+        if e.category is Category.SYNC and e.label.startswith("a/") and e.label != "a/loss"
+    ]
+    one = 2 * all_reduce_s(BATCH // 2 * 1000, range(8 * slow, 8 * slow + 8), costs.cluster)
+    assert [e.duration_s for e in sums] == pytest.approx([one] * 2 * LAYERS)
+
+
+def test_tensor_parallel_groups_stay_inside_islands() -> None:
+    costs = costs_of(graph_of("a"), 12)
+    for island_size, degrees in ((6, {1, 2}), (4, {1, 2, 4}), (12, {1, 2, 4}), (16, {1, 2, 4}), (3, {1})):
+        cut = replace(costs, cluster=replace(costs.cluster, island_size=island_size))
+        assert {s.tensor for s in settings_of("megatron", cut)} == degrees
+    six = replace(costs, cluster=replace(costs.cluster, island_size=6))
+    for tensor in (4, 5):
+        with pytest.raises(ValueError, match=rf"tensor {tensor}, ZeRO 0: 12 devices in islands of 6"):
+            execute(Setting(tensor), six)
 
 
 def test_the_best_setting_that_fits() -> None:

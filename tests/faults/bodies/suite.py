@@ -33,6 +33,37 @@ def gives_own_environment(original: Function) -> Function:
     return faulty
 
 
+def slows_the_third_and_fourth_island(original: Function) -> Function:
+    """What is the second half of four islands, whatever their number."""
+
+    def faulty(name: str, cluster: Any, link: Any) -> Any:
+        return tuple((island, link) for island in (2, 3) if island <= cluster.island(cluster.devices - 1))
+
+    return faulty
+
+
+def gives_every_device_a_core(original: Function) -> Function:
+    """Devices take what the slowest of them takes alone."""
+
+    def faulty(self: Any, alone_s: Any) -> Any:
+        return max(alone_s)
+
+    return faulty
+
+
+def sums_in_the_first_group_alone(original: Function) -> Function:
+    """The other islands' links do not matter."""
+
+    def faulty(self: Any, size_bytes: float) -> Any:
+        self.tensor_groups, groups = self.tensor_groups[:1], self.tensor_groups
+        try:
+            return original(self, size_bytes)
+        finally:
+            self.tensor_groups = groups
+
+    return faulty
+
+
 def keeps_each_job_alone(original: Function) -> Function:
     """A job that ended well counts, whatever became of its repeat."""
 

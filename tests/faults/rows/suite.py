@@ -1,5 +1,7 @@
 """Faults in tasks, data and the benchmark suite."""
 
+from dataclasses import replace
+
 from tests.faults import bodies
 from tests.faults.bodies import suite as broken
 from tests.faults.fault import Fault
@@ -150,6 +152,45 @@ FAULTS = (
         "benchmarking.figures.head:head_of",
         bodies.changes_arguments(lambda cell, *_: (cell,)),
         ("tests/test_figures.py::test_every_figure_is_a_table_a_picture_and_a_text",),
+    ),
+    Fault(
+        "a-machine-of-two-processes",
+        "benchmarking.clusters:_island_size",
+        bodies.returns(2),
+        ("tests/test_clusters.py::test_the_processes_of_a_machine_share_its_cores",),
+    ),
+    Fault(
+        "mixed-islands-by-number",
+        "benchmarking.clusters:_second_half",
+        broken.slows_the_third_and_fourth_island,
+        (
+            "tests/test_clusters.py::test_the_second_half_of_the_islands_has_its_own_links",
+            "tests/test_clusters.py::test_a_second_half_without_links_is_refused",
+        ),
+    ),
+    Fault(
+        "baselines-with-a-core-each",
+        "benchmarking.baselines:_Iteration._at_once_s",
+        broken.gives_every_device_a_core,
+        (
+            "tests/test_baselines.py::test_processes_that_compute_at_once_share_cores",
+            "tests/test_baselines.py::test_devices_with_fewer_rows_leave_their_cores_to_others",
+            "tests/test_baselines.py::test_cores_are_shared_as_in_simulated_programs",
+        ),
+    ),
+    Fault(
+        "baselines-in-the-first-island",
+        "benchmarking.baselines:_Iteration._tensor_sum_s",
+        broken.sums_in_the_first_group_alone,
+        ("tests/test_baselines.py::test_the_slowest_island_sums_activations_last",),
+    ),
+    Fault(
+        "tensor-parallel-over-islands",
+        "benchmarking.baselines:_tensor_groups",
+        bodies.changes_arguments(
+            lambda tensor, cluster: (tensor, replace(cluster, island_size=cluster.devices))
+        ),
+        ("tests/test_baselines.py::test_tensor_parallel_groups_stay_inside_islands",),
     ),
     Fault(
         "padding-counted-as-tokens",
