@@ -132,7 +132,7 @@ def _make(module: ModuleType, suite: Suite, csv: Path, picture: Path) -> str:
         path.unlink(missing_ok=True)
     rows = module.rows(suite)
     if all(getattr(row, "error", "") for row in rows):  # some figures have rows of refused systems too
-        raise ValueError("there is nothing to show: no row counts")
+        raise ValueError("every system was refused" if suite.refusals else "there are no rows to show")
     for row in rows:
         append(csv, row)
     save(module.draw(rows), picture)
