@@ -114,7 +114,7 @@ def _do(
     for blank, job in jobs_on(cell):
         row = known.get(blank.key)
         if row is None:
-            row = attempted(blank, job).row
+            row = attempted(blank, job, Exception).row
             append(results, row)
             earlier = False
         rows.append(row)

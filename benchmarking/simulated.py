@@ -244,14 +244,11 @@ def simulate_baseline(cell: Cell, system: str) -> Result:
     return Result(replace(row, memory_bytes=execution.memory_bytes), execution.timeline)
 
 
-def attempted(row: SimulatedRow, job: Callable[[], Result]) -> Result:
-    """The job's result, or its row with the reason why there is none.
-
-    Any failure is one job's alone, and a sweep goes on.
-    """
+def attempted(row: SimulatedRow, job: Callable[[], Result], failures: type[Exception] = ValueError) -> Result:
+    """The job's result, or its row with the reason why there is none: a refusal, or others of ``failures``."""
     try:
         return job()
-    except Exception as failure:
+    except failures as failure:
         return Result(replace(row, error=reason(failure)))
 
 

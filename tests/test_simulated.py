@@ -21,6 +21,7 @@ from benchmarking.results import append, read_rows
 from benchmarking.simulated import (
     Cell,
     Planning,
+    Result,
     SimulatedRow,
     attempted,
     samples_of,
@@ -80,6 +81,17 @@ def test_a_refusal_is_a_row_with_its_reason(cell: Cell) -> None:
     assert result.row.simulated_ms is None
     assert "ValueError: deepspeed does not fit on 16 devices" in result.row.error
     assert "FAILED deepspeed" in report_simulated([result.row])
+
+
+def test_a_defect_is_no_refusal(cell: Cell) -> None:
+    def broken() -> Result:
+        raise ZeroDivisionError("no time at all")
+
+    with pytest.raises(ZeroDivisionError):
+        attempted(cell.row("deepspeed"), broken)
+    assert (
+        attempted(cell.row("deepspeed"), broken, Exception).row.error == "ZeroDivisionError: no time at all"
+    )
 
 
 def test_rows_are_read_as_they_were_written(cell: Cell, tmp_path: Path) -> None:

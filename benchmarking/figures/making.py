@@ -94,9 +94,8 @@ def make_figures(config: Mapping[str, Any], directory: Path, say: Callable[[str]
         left_s = (time.monotonic() - started_s) / len(found) * (len(names) - len(found))
         say(f"[{len(found)}/{len(names)}, {left_s:.0f} s left] {found[-1].line(directory)}")
     cluster = config["cluster"]
-    head = (
-        f"Figures of {date.today().isoformat()}, cluster {cluster['name']}, nodes of {cluster['island_size']}"
-    )
+    nodes = "one node" if cluster["island_size"] is None else f"nodes of {cluster['island_size']}"
+    head = f"Figures of {date.today().isoformat()}, cluster {cluster['name']}, {nodes}"
     (directory / REPORT).write_text("\n\n".join([head, *map(str, found)]) + "\n")
     return not any(made.error for made in found)
 
