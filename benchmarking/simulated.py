@@ -245,7 +245,7 @@ def simulate_baseline(cell: Cell, system: str) -> Result:
 
 
 def attempted(row: SimulatedRow, job: Callable[[], Result], failures: type[Exception] = ValueError) -> Result:
-    """The job's result, or its row with the reason why there is none: a refusal, or others of ``failures``."""
+    """The job's result, or its row with why there is none: it refused, or failed by one of ``failures``."""
     try:
         return job()
     except failures as failure:
