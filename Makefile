@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps "$$(grep '^timm==' constraints.txt)"  # torchvision's wheel does not fit a CPU build of torch
 	@touch $@
 
-train: $(STAMP) ## Train three tasks on four processes and on one, and compare (SHORT=1: a small model)
+train: $(STAMP) ## Train three tasks on one process and on four, and compare (SHORT=1: a small model)
 	$(PY) train.py experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(STAMP) ## Run the tests
@@ -54,4 +54,5 @@ faults: $(STAMP) ## Put each deliberate fault in and demand that its tests turn 
 	$(PY) -m tests.faults $(ARGS)
 
 clean: ## Remove the environment, caches and what runs left
-	rm -rf $(VENV) build dist *.egg-info outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info outputs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+		multirun checkpoints lightning_logs .hypothesis timeline.json timeline.png

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from benchmarking.launch import JOB, RESULT
 from benchmarking.systems import DATA_PARALLEL, callbacks_of, strategy_of
 from datamodules.sharded import Sharded
-from lightning_spindle import MultiTaskDataModule
+from lightning_spindle import MultiTaskDataModule, SpindleStrategy
 from lightning_spindle.timeline import Timeline, read_trace
 from tasks.build import build
 from tasks.global_batch import couple_globally
@@ -122,11 +122,18 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         "step_ms_fastest": min(counted),
         "step_ms_slowest": max(counted),
         "planning_s": times.preparation_s if job["plans"] else None,
+        "planned_by": _planned_by(trainer.strategy),
         **_iterations(folder / TIMELINE),
         "parameters": parameters,
         "threads": torch.get_num_threads(),
         "losses": times.losses,
     }
+
+
+def _planned_by(strategy: Any) -> str:
+    """The planner whose plan ran; empty for a strategy without plans."""
+    plan = strategy.plan if isinstance(strategy, SpindleStrategy) else None
+    return plan.planner if plan is not None else ""
 
 
 def _iterations(trace: Path) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ from benchmarking.earlier import kept
 from benchmarking.jobs import Job, Launch, jobs_of
 from benchmarking.launch import RESULT, JobFailed, run_job
 from benchmarking.results import Losses, Row, append, largest_difference, whole
+from lightning_spindle.planner.choice import TIME_LIMIT_S
 from tasks.workloads import SMALL, task_names, workload_size
 
 RESULTS, REPORT = "results.csv", "report.md"
@@ -76,6 +77,7 @@ def measure(
     """
     require_steps(config)
     require_tasks(config)
+    require_time_limit(config)
     jobs = jobs_of(config["systems"], config["processes"], config["repeats"], config["system"])
     launches = [Launch(job, job_config(job, config), directory / "jobs" / job.folder) for job in jobs]
     earlier = kept(launches, results)
@@ -125,6 +127,16 @@ def require_tasks(config: dict[str, Any]) -> None:
         raise ValueError(f"workload.tasks={count}: there are 1 to {len(known)}")
 
 
+def require_time_limit(config: dict[str, Any]) -> None:
+    """Raises ValueError for a limit of planning that the strategy does not have."""
+    limit_s = config["planner"]["time_limit_s"]
+    if limit_s != TIME_LIMIT_S:
+        raise ValueError(
+            f"planner.time_limit_s={limit_s}: SpindleStrategy, and so mode=measured, has no other limit than "
+            f"{TIME_LIMIT_S:g} s"
+        )
+
+
 def unmeasured(config: dict[str, Any], failure: Exception) -> Row:
     """The row of a benchmark that cannot be begun."""
     nothing = Job(",".join(map(str, config["systems"])), 0, 0)
@@ -162,6 +174,7 @@ def _row(job: Job, config: dict[str, Any], found: dict[str, Any], error: str, fo
         seed=config["seed"],
         system=job.system,
         planner=planner_of(job, config),
+        planned_by=found.get("planned_by", ""),
         processes=job.processes,
         repeat=job.repeat,
         live_ranks=found.get("live_ranks"),
@@ -202,9 +215,10 @@ def _problem(job: Job, found: dict[str, Any], sameness: Sameness) -> str:
 def job_config(job: Job, config: dict[str, Any]) -> dict[str, Any]:
     """All that a job's processes need to know; workloads with sizes have neither ``tasks`` nor ``model``."""
     system, tasks = config["system"][job.kind], config.get("tasks") or {}
+    shared = {"shard_optimizer_state": config["shard_optimizer_state"]} if system["plans"] else {}
     return {
         "strategy": system["strategy"],
-        "options": system["options"],
+        "options": {**shared, **system["options"]},
         "plans": system["plans"],
         "planner": planner_of(job, config),
         "processes": job.processes,

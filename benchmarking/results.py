@@ -28,6 +28,8 @@ class Row:
     system: str
     planner: str
     """Of Spindle; "auto" chooses."""
+    planned_by: str
+    """The planner whose plan ran."""
     processes: int
     repeat: int
     live_ranks: int | None

@@ -31,9 +31,11 @@ class MultiTaskModule(TaskHooks):
     ``self.trainer``, ``self.optimizers()`` and the like work, and each hook of the task is called once per
     event (``on_before_backward`` with the joint loss, optimizer hooks with the merged optimizer).
 
-    The tasks' optimizers merge into one: every task's parameter groups with their own options, in the tasks'
-    order; a parameter that several tasks list is in the group of the first, and must have the same options in
-    all; each task's schedulers drive its own groups. Tasks may share modules (the same Python object).
+    The tasks' optimizers, one each and all of one class, merge into one: every task's parameter groups with
+    their own options, in the tasks' order; a parameter that several tasks list is in the group of the first,
+    and must have the same options in all; each task's schedulers drive its own groups. Tasks may share
+    modules (the same Python object). Hooks that replace a part of the loop (``optimizer_step``, ``backward``,
+    …) belong in a subclass, not in a task.
 
     ``state_dict`` keys are ``tasks.<name>.…``.
 

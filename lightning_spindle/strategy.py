@@ -51,15 +51,19 @@ class SpindleStrategy(ProcessStrategy):
     Args:
         planner: name of the planner ("spindle" is the paper's); "auto" takes the one whose plan the
             simulator finds fastest for this model and these devices, and says so.
-        plan: a plan to use instead of planning, or the path of its JSON file.
+        plan: a plan to use instead of planning, or the path of its JSON file: that of an earlier run, by
+            ``strategy.plan.to_json()``. Nothing is measured then, and no iteration predicted.
         operators: module classes to treat as one operator each, whatever is inside.
-        profile_budget_s: at most this long is spent on measuring operators before training.
+        profile_budget_s: about how long operators and links may be measured before training. One pass of
+            each task is always made, and planning comes on top.
         timeout: limit of every wait for another rank.
         row_loading: whether a rank reads from a dataset only the rows of each batch that its operators
             need, instead of the whole batch. None does so for loaders that collate by torch's
             ``default_collate``, True also for other collate functions, which must treat each row by itself.
-            Where a trial before training finds that rows cannot be read alone, and where user code sees
-            batches, whole ones are read, as they are under False.
+            Where a trial before training finds that rows cannot be read alone, and where hooks of the
+            model, a task or the datamodule see batches, whole ones are read as under False: by the ranks
+            that run an operator of the task. Callbacks do not count: in one, taking a value from a batch
+            that was read in part is an error.
         shard_optimizer_state: of the devices that hold a parameter one keeps its optimizer state, steps it
             and gives the others its new values (ZeRO stage 1 within each parameter device group): less
             memory, for a broadcast of the parameters in each step.
@@ -68,7 +72,7 @@ class SpindleStrategy(ProcessStrategy):
         process_group_backend: "gloo" on CPU and "nccl" on CUDA where None.
 
     Raises:
-        ValueError: no planner has the name.
+        ValueError: no planner has the name, or the plan's file cannot be read or holds no plan.
     """
 
     strategy_name = "spindle"
@@ -104,6 +108,7 @@ class SpindleStrategy(ProcessStrategy):
         self._settings = Settings(
             planner, planning.load_plan(plan), operators, profile_budget_s, row_loading, shard_optimizer_state
         )
+        self._plan = self._settings.plan
         self._by_rows: dict[str, frozenset[str]] = {}
         self._compared: dict[str, list[str]] = {}
         self._session: Session | None = None
@@ -117,6 +122,11 @@ class SpindleStrategy(ProcessStrategy):
         self._iteration: Any = None
         self._timeline = timeline
         self._recording: Recording | None = None
+
+    @property
+    def plan(self) -> ExecutionPlan | None:
+        """The plan that training runs by, also after it; before, the one that was given or None."""
+        return self._plan
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """``tensor`` as it is, as in one process: every rank has the values of the whole batch.
@@ -184,6 +194,7 @@ class SpindleStrategy(ProcessStrategy):
         self._undo.callback(restore_metrics, model, keep_metrics_local(model))
         planned = self._session.planned
         if planned is not None:
+            self._plan = planned.plan
             self._recording = Recording(self._session.steps[TRAIN], planned.costs)
             planning.announce(
                 planned.plan, self._session.steps[TRAIN].program, planned.costs, self._recording.predicted

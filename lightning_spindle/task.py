@@ -69,7 +69,8 @@ class SpindleTask(LightningModule):
         Args:
             module: called with the sources; the same module may be added several times.
             sources: a field of the batch by its key or position, or what ``add_flow`` returned.
-            name: of the flow; by default the module's class and a number.
+            name: of the flow; by default the class's (a function's own) name in lower case, with a
+                number from the second on.
             named: sources of keyword arguments.
 
         Returns:

@@ -25,6 +25,7 @@ from benchmarking.launch import JobFailed, run_job
 from benchmarking.results import Row, Spread, largest_difference, ratio, read_rows
 from datamodules.sharded import Sharded, ShardedBatches, shard
 from lightning_spindle import tasklog
+from lightning_spindle.planner import PLANNERS
 from tasks.build import ModelSize, build_data, build_model
 from tasks.global_batch import couple_globally
 from tasks.optimizers import AdamWSchedule
@@ -145,6 +146,10 @@ def test_systems_take_turns_where_they_can_run() -> None:
     assert [measured.job_config(job, config)["planner"] for job in jobs[:3]] == ["", "auto", "search"]
     seq = composed("planner=seq")
     assert [measured.job_config(job, seq)["planner"] for job in jobs[:3]] == ["", "seq", "search"]
+    sharded = composed("shard_optimizer_state=true")
+    options = [measured.job_config(job, sharded)["options"] for job in jobs[:2]]
+    assert ["shard_optimizer_state" in given for given in options] == [False, True]
+    assert options[1]["shard_optimizer_state"]
 
 
 def test_only_known_systems_and_sensible_counts() -> None:
@@ -180,6 +185,7 @@ def test_the_workload_is_that_of_the_experiment_and_can_be_cut() -> None:
         (["workload=ofasys", "workload.size=tiny"], "ValueError: workload.size=tiny: ofasys has full"),
         (["systems=[foo]"], "ValueError: there is no system 'foo'; there are plain, "),
         (["seed=foo", "steps=foo"], "TypeError"),
+        (["planner.time_limit_s=9"], "ValueError: planner.time_limit_s=9: SpindleStrategy, and so"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_leaves_a_row(
@@ -394,6 +400,7 @@ def test_systems_have_the_same_losses(tmp_path: Path) -> None:
         assert found["live_ranks"] == processes
         assert largest_difference(found["losses"], plain["losses"], 3) < 1e-5
         assert (found["predicted_ms"] is None) == (system != "spindle")
+        assert found["planned_by"] in (PLANNERS if system == "spindle" else [""])
 
 
 def test_ranks_in_different_folders_are_an_error(tmp_path: Path) -> None:
@@ -424,7 +431,8 @@ def test_c21_c40_a_sweep_is_one_tree_whose_jobs_have_their_own_ranks(tmp_path: P
     for row in rows:
         planned = row["system"] == "spindle"
         assert float(row["step_ms"]) > 0
-        assert all((row[name] != "") == planned for name in ("predicted_ms", "iteration_ms", "planning_s"))
+        filled = ("predicted_ms", "iteration_ms", "planning_s", "planned_by")
+        assert all((row[name] != "") == planned for name in filled)
         assert row["threads"] == "1"
         assert row["cpu"]
         assert row["cores"]

@@ -18,6 +18,9 @@ from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.program import Program, holders, lower, owners, place_plan
 from lightning_spindle.simulate import simulate
 
+TIME_LIMIT_S = 3.0
+"""Of planners that search."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -57,7 +60,7 @@ def choose(
     workload: Workload,
     planners: Iterable[str] = tuple(PLANNERS),
     *,
-    time_limit_s: float | None = 3.0,
+    time_limit_s: float | None = TIME_LIMIT_S,
     seed: int = 0,
 ) -> Choice:
     """Plans with each planner and takes the plan whose simulated iteration is shortest.

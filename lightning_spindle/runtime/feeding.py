@@ -27,7 +27,7 @@ from lightning_spindle.runtime.rowneeds import Needs, no_rows
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
 from lightning_spindle.runtime.transport import Transport
 
-# A task that overrides one of these sees its batches, so that every rank must have them.
+# A module, task or datamodule that overrides one of these sees batches, so that every rank must have them.
 _BATCH_HOOKS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
@@ -298,8 +298,10 @@ def _rows_of(step: Step, loader: str, by_rows: frozenset[str]) -> Needs | None:
 
 def _batches_are_seen(trainer: Any) -> bool:
     model = trainer.lightning_module
-    modules = model.tasks.values() if isinstance(model, MultiTaskModule) else [model]
-    if any(is_overridden(hook, module, LightningModule) for module in modules for hook in _BATCH_HOOKS):
+    modules = [(model, LightningModule)]
+    if isinstance(model, MultiTaskModule):  # it has some of the hooks itself, to call the tasks'
+        modules = [(model, MultiTaskModule), *((task, LightningModule) for task in model.tasks.values())]
+    if any(is_overridden(hook, module, parent) for module, parent in modules for hook in _BATCH_HOOKS):
         return True
     datamodules = getattr(trainer.datamodule, "datamodules", {})
     sources = (

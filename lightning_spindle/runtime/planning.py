@@ -22,7 +22,6 @@ from lightning_spindle.estimate.problem import cluster_from, measured_costs, pla
 from lightning_spindle.graph import MetaGraph
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.planner import PLANNERS
-from lightning_spindle.planner import plan as make_plan
 from lightning_spindle.planner.choice import Workload, choose
 from lightning_spindle.planner.problem import PlanningProblem
 from lightning_spindle.program import Kind, Program
@@ -139,7 +138,7 @@ class Planner:
 
     def _plan(self, problem: PlanningProblem, workload: Workload) -> ExecutionPlan:
         if self.name != AUTO:
-            return make_plan(problem, self.name)
+            return choose(problem, workload, (self.name,)).plan
         choice = choose(problem, workload)
         rank_zero_info(str(choice))
         return choice.plan

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_spindle import SpindleStrategy
+from lightning_spindle import MultiTaskModule, SpindleStrategy
 from tests.support.fitting import Fit, assert_same_fit, fit_once, plain_fit
 from tests.support.ranks import run_ranks, watch_ranks
 from tests.support.small import (
@@ -392,6 +392,35 @@ def test_an_operator_that_reads_nothing_of_the_batch() -> None:
     batches = in_batches(read, BATCHES["a"])
     firsts = [batch[row] for batch in batches for row in sorted({0, len(batch) // 2}) if len(batch) > row]
     assert results[2][1] == firsts
+
+
+class Looking(MultiTaskModule):
+    """Adds up what it sees of its batches, before the step."""
+
+    seen = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.seen += sum(float(own["x"].sum()) for own in batch.values())
+
+
+def test_hooks_of_the_model_see_whole_batches_on_every_rank() -> None:
+    """Also those of a ``MultiTaskModule`` itself, where a rank runs no operator of a task."""
+
+    def looking() -> Any:
+        torch.manual_seed(0)
+        return Looking({name: Regression() for name in SIZES})
+
+    plan = placement(metagraph(looking(), data()), 2, {"a/": (0,), "b/": (1,)})
+
+    def rank(index: int, size: int) -> Any:
+        module = looking()
+        strategy = SpindleStrategy(plan=plan, operators=(Part,), timeline=False) if size > 1 else "auto"
+        fit_once(lambda: module, data, strategy, size, **EPOCHS)
+        return module.seen
+
+    (expected,) = run_ranks(rank, 1, init_group=False)
+    assert run_ranks(rank, 2) == [expected, expected]
 
 
 class Evaluated(Regression):

@@ -169,6 +169,23 @@ def test_plan_from_a_path(tmp_path: Path) -> None:
     assert_like_one_process(script, 2, plan=path)
 
 
+def test_the_plan_of_a_fit_can_be_pinned(tmp_path: Path) -> None:
+    """It is there on every rank after the fit, and another fit runs by it."""
+
+    def script(rank: int, make: Callable[..., Trainer]) -> Any:
+        first, path = make(max_steps=1), tmp_path / f"{rank}.json"
+        assert first.strategy.plan is None
+        first.fit(toys.model(), toys.data())
+        path.write_text(first.strategy.plan.to_json())
+        second = make(max_steps=1, strategy=SpindleStrategy(plan=path, timeline=False))
+        second.fit(toys.model(), toys.data())
+        return first.strategy.plan, second.strategy.plan
+
+    plans = [plan for found in on_ranks(script, 2, planner="uniform") for plan in found]
+    assert plans == [plans[0]] * 4
+    assert plans[0].planner == "uniform"
+
+
 # --------------------------------------------------------------------------------- what others see of a fit
 
 

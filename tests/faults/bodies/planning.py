@@ -14,6 +14,17 @@ def counts_all_as_stepped(original: Function) -> Function:
     return faulty
 
 
+def plans_by_name(original: Function) -> Function:
+    """A planner that is named is asked without the simulator."""
+
+    def faulty(self: Any, problem: Any, workload: Any) -> Any:
+        from lightning_spindle.planner import plan
+
+        return plan(problem, self.name)
+
+    return faulty
+
+
 def stops_bisecting(original: Function) -> Function:
     """The bisection for C* ends before its first step: an end of the interval is its answer."""
 

@@ -217,6 +217,12 @@ FAULTS = (
         (f"{ROW_LOADING}::test_a_variant_of_the_step_reads_the_rows_that_it_sees",),
     ),
     Fault(
+        "hooks-see-some-rows",
+        "lightning_spindle.runtime.feeding:_batches_are_seen",
+        bodies.returns(False),
+        (f"{ROW_LOADING}::test_hooks_of_the_model_see_whole_batches_on_every_rank",),
+    ),
+    Fault(
         "indices-not-compared",
         "lightning_spindle.runtime.rowloading:PartialBatch.drawn",
         bodies.returns(0),

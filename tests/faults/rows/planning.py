@@ -49,6 +49,12 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a-named-planner-is-not-judged",
+        "lightning_spindle.runtime.planning:Planner._plan",
+        broken.plans_by_name,
+        ("tests/runtime/test_planning.py::test_search_is_one_planner_whether_named_or_chosen[search]",),
+    ),
+    Fault(
         "planner-bisection-returns-an-endpoint",
         "lightning_spindle.planner.allocation:continuous_optimum",
         broken.stops_bisecting,

@@ -105,6 +105,12 @@ FAULTS = (
         ("tests/test_benchmark.py::test_what_cannot_be_measured_leaves_a_row",),
     ),
     Fault(
+        "benchmark-drops-the-planners-limit",
+        "benchmarking.measured:require_time_limit",
+        bodies.returns(None),
+        ("tests/test_benchmark.py::test_what_cannot_be_measured_leaves_a_row",),
+    ),
+    Fault(
         "benchmark-measures-the-usual-planner",
         "benchmarking.measured:planner_of",
         broken.takes_the_system_s_planner,
