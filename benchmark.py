@@ -35,11 +35,11 @@ from benchmarking.measured import REPORT, RESULTS, measure, unmeasured
 from benchmarking.report import report
 from benchmarking.report_simulated import report_simulated
 from benchmarking.results import Row, append, read_rows
+from benchmarking.rows import SimulatedRow
 from benchmarking.simulated import (
     Cell,
     Planning,
     Result,
-    SimulatedRow,
     attempted,
     reason,
     refused,

@@ -7,7 +7,8 @@ ranks that are threads (``lightning_spindle.emulate``).
 import time
 from dataclasses import replace
 
-from benchmarking.simulated import Cell, Planning, Result, SimulatedRow, simulate_spindle
+from benchmarking.rows import SimulatedRow
+from benchmarking.simulated import Cell, Planning, Result, simulate_spindle
 from lightning_spindle.emulate import emulate
 
 TOLERANCE = 0.02

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarking.simulated import SimulatedRow
+from benchmarking.rows import SimulatedRow
 from benchmarking.tables import table
 
 

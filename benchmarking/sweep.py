@@ -6,7 +6,7 @@ from math import prod
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarking.simulated import SimulatedRow
+from benchmarking.rows import SimulatedRow
 
 
 def jobs_of(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from benchmarking.figures.style import save
 from benchmarking.measured import REPORT, RESULTS
 from benchmarking.report_simulated import report_simulated
 from benchmarking.results import has_rows, read_rows
-from benchmarking.simulated import SimulatedRow
+from benchmarking.rows import SimulatedRow
 from benchmarking.sweep import latest
 
 FIGURE = "speedup.png"

@@ -21,7 +21,8 @@ from benchmarking.figures.reported import SPEEDUPS
 from benchmarking.figures.speedups import speedup_figure
 from benchmarking.figures.style import SYSTEMS
 from benchmarking.figures.suite import Suite, part_of, tasks_of
-from benchmarking.simulated import Cell, SimulatedRow
+from benchmarking.rows import SimulatedRow
+from benchmarking.simulated import Cell
 from lightning_spindle.costs import A800, AnalyticCosts
 from lightning_spindle.planner import PLANNERS
 from lightning_spindle.planner.placement import Policy

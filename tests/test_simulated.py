@@ -18,11 +18,11 @@ from benchmarking import setups, simulated
 from benchmarking.cells import cell_of, of_tasks
 from benchmarking.report_simulated import report_simulated, speedup
 from benchmarking.results import append, read_rows
+from benchmarking.rows import SimulatedRow
 from benchmarking.simulated import (
     Cell,
     Planning,
     Result,
-    SimulatedRow,
     attempted,
     samples_of,
     simulate_baseline,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.tables import table
 from lightning_spindle.plots import COLOURS
 from lightning_spindle.timeline import Category, Timeline
@@ -28,7 +29,7 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class BreakdownRow(FigureRow):
+class BreakdownRow(CellRow):
     """Milliseconds of the mean device; they add up to the iteration.
 
     Communication counts where the device computes nothing; "idle" is the rest, waiting included.

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 
 from benchmarking.figures.suite import Suite
 from benchmarking.report_simulated import speedup
-from benchmarking.simulated import Cell, SimulatedRow
+from benchmarking.rows import SimulatedRow
+from benchmarking.simulated import Cell
 
 COMPARED = ("deepspeed", "megatron", "seq", "uniform", "stmm", "optimus", "spindle", "search")
 

@@ -8,9 +8,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import COMPARED
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.style import SYSTEMS, WORKLOADS, legend, named, panels
 from benchmarking.figures.suite import Suite, part_of, tasks_of
+from benchmarking.rows import CellRow
 from benchmarking.tables import table
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicRow(FigureRow):
+class DynamicRow(CellRow):
     """A phase under a system: ``steps`` iterations of tasks [first, last) of the workload's order.
 
     ``planning_s`` is what planning at the phase's start took here, by the clock of this machine. Saving

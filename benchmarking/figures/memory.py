@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import COMPARED
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.simulated import Result
 from benchmarking.tables import table
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRow(FigureRow):
+class MemoryRow(CellRow):
     """The most that a device holds in an iteration: parameters with their state, and activations."""
 
     system: str

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import number
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.reported import OVER_C_STAR
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.simulated import Cell
 from benchmarking.tables import table
 from lightning_spindle.cluster import Cluster
@@ -30,7 +31,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class OptimalityRow(FigureRow):
+class OptimalityRow(CellRow):
     """``makespan_ms`` is the planner's own; ``computing_ms`` the simulated iteration with free links."""
 
     planner: str

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarking.figures.comparing import number
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.reported import TRANSFER_SHARES
 from benchmarking.figures.style import legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.simulated import Cell
 from benchmarking.tables import table
 from lightning_spindle.planner.placement import Policy
@@ -33,7 +34,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementRow(FigureRow):
+class PlacementRow(CellRow):
     """Shares of the mean device's iteration; ``transfer_share`` counts transfers beside computing too.
 
     None where no plan fits, for the reason in ``error``.

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.reported import PLANNING_S
 from benchmarking.figures.style import SYSTEMS, WORKLOADS, devices_axis, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.simulated import Cell
 from benchmarking.tables import table
 from lightning_spindle.planner import plan
@@ -22,7 +23,7 @@ SHOWN = ("seq", "uniform", "stmm", "optimus", "spindle", "search")
 
 
 @dataclass(frozen=True, slots=True)
-class PlanningRow(FigureRow):
+class PlanningRow(CellRow):
     """``by`` tells which of tasks and devices this row varies. ``planning_s`` of the planner alone."""
 
     by: str

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.style import LINES, MARKERS, devices_axis, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.tables import table
 from lightning_spindle.graph import Layout
 from lightning_spindle.planner.curves import fit
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingRow(FigureRow):
+class ScalingRow(CellRow):
     """Forward and backward of one layer on ``n`` devices: the cost model's time, and the curve's.
 
     ``left_out_ms`` is that of a curve fitted to the other samples, None where fewer than three remain.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, systems_of, workload_title
 from benchmarking.report_simulated import speedup
-from benchmarking.simulated import SimulatedRow
+from benchmarking.rows import SimulatedRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

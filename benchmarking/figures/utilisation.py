@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarking.figures.head import FigureRow, head_of
+from benchmarking.figures.head import head_of
 from benchmarking.figures.style import SYSTEMS, legend, named, panels, workload_title
 from benchmarking.figures.suite import Suite
+from benchmarking.rows import CellRow
 from benchmarking.simulated import Cell, Result
 from benchmarking.tables import table
 from lightning_spindle.graph import Layout
@@ -24,7 +25,7 @@ BINS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class UtilisationRow(FigureRow):
+class UtilisationRow(CellRow):
     """``share`` of the peak, by kind: "time" (``at`` is in ms), "device" (a rank), "metaop" (its name)."""
 
     system: str
