@@ -189,6 +189,7 @@ class SpindleStrategy(ProcessStrategy):
             for name, step in self._session.steps.items()
         }
         if TRAIN in self._session.steps:
+            checks.require_no_gradient_hooks(model)
             warn_before_fit(model, self._session.steps[TRAIN].capture.graph, self.optimizers)
         self._localise()
         self._undo.callback(restore_metrics, model, keep_metrics_local(model))
@@ -217,6 +218,9 @@ class SpindleStrategy(ProcessStrategy):
         state.localise()
 
     # --------------------------------------------------------------------- steps
+
+    def on_train_start(self) -> None:
+        checks.require_no_gradient_hooks(self.lightning_module)  # those that came since the set-up
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All tasks' forwards; what it returns seeds the engine's backward."""

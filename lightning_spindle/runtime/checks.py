@@ -10,13 +10,24 @@ from zlib import crc32
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.module import MultiTaskModule
 from lightning_spindle.runtime.iteration import TaskBatch
 from lightning_spindle.runtime.optimizers import fresh, plain
 from lightning_spindle.runtime.transport import Transport, everyone
+
+_OWN_MODULE = (
+    "write a LightningModule of your own whose batches are a dict of several loaders' (see the README)"
+)
 
 
 def require_world(live: int, expected: int) -> None:
@@ -53,6 +64,9 @@ def require_supported(trainer: Any, model: LightningModule, world_size: int) -> 
             f"SpindleStrategy needs automatic optimization, and does not support manual optimization"
             f"{f' (tasks {manual})' if manual else ''}: leave automatic_optimization=True"
         )
+    if isinstance(model, MultiTaskModule):
+        _require_own_steps(model)
+    _require_callbacks(trainer, world_size)
     if trainer.state.fn == TrainerFn.FITTING and world_size > 1:
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -69,6 +83,49 @@ def require_supported(trainer: Any, model: LightningModule, world_size: int) -> 
             raise ValueError(
                 "sync_batchnorm is not supported by SpindleStrategy: BatchNorm already sees the whole batch"
             )
+
+
+def _require_own_steps(model: MultiTaskModule) -> None:
+    """The tasks' steps are what runs, and their weighted sum is formed again from what they give."""
+    steps = ("training_step", "validation_step", "test_step", "active_batches")
+    if own := [step for step in steps if is_overridden(step, model, MultiTaskModule)]:
+        raise ValueError(
+            f"{type(model).__name__} overrides {', '.join(own)} of MultiTaskModule, which SpindleStrategy "
+            f"would not call: put it into a task, or {_OWN_MODULE}"
+        )
+    if unlike := [name for name, weight in model.weights.items() if not isinstance(weight, int | float)]:
+        raise ValueError(
+            f"the weights of {unlike} are no plain numbers, and SpindleStrategy would not train them: to "
+            f"learn weights, {_OWN_MODULE}"
+        )
+
+
+def _require_callbacks(trainer: Any, world_size: int) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise ValueError(
+                f"{type(callback).__name__} is not supported by SpindleStrategy, which plans for one fit and "
+                "not for the trials before it: find the value under another strategy"
+            )
+        if world_size > 1 and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} is not supported by SpindleStrategy on several ranks, which each "
+                "hold a part of the parameters: average checkpoints after the fit"
+            )
+
+
+def require_no_gradient_hooks(model: LightningModule) -> None:
+    """Raises ValueError, naming them, where parameters have hooks on their gradients.
+
+    They would see the gradient of each run of each shard, before these are summed.
+    """
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"gradient hooks of parameters are not supported by SpindleStrategy ({', '.join(hooked[:3])}"
+            f"{', …' if hooked[3:] else ''}): they would see parts of gradients, before these are summed; "
+            "change gradients in on_before_optimizer_step, or clip them by the Trainer's gradient_clip_val"
+        )
 
 
 def require_separable(optimizer: Any) -> None:

@@ -303,8 +303,6 @@ def _batches_are_seen(trainer: Any) -> bool:
         modules = [(model, MultiTaskModule), *((task, LightningModule) for task in model.tasks.values())]
     if any(is_overridden(hook, module, parent) for module, parent in modules for hook in _BATCH_HOOKS):
         return True
-    datamodules = getattr(trainer.datamodule, "datamodules", {})
-    sources = (
-        [*datamodules.values()] if datamodules else [trainer.datamodule] * (trainer.datamodule is not None)
-    )
-    return any(is_overridden(hook, source) for source in sources for hook in _BATCH_HOOKS[:3])
+    # A ``MultiTaskDataModule`` overrides one where one of its datamodules does.
+    data = trainer.datamodule
+    return data is not None and any(is_overridden(hook, data) for hook in _BATCH_HOOKS[:3])

@@ -145,10 +145,13 @@ class LocalisedModel:
             broadcast_tensors([buffers[name] for name in names], self._transport, owner)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's own ``state_dict()`` of the complete model on rank 0, {} elsewhere (collective)."""
+        """The user's own ``state_dict()`` of the complete model on rank 0 (collective).
+
+        Elsewhere its tensors are meta: hooks that edit a checkpoint run on every rank, and find its keys.
+        """
         self.share_buffers()
         if self._complete:
-            return self._model.state_dict() if self._transport.rank == 0 else {}
+            return self._shared_outline(self._model.state_dict() if self._transport.rank == 0 else {})
         missing: list[tuple[nn.Parameter, torch.Tensor]] = []
         for name, parameter in self._model.named_parameters():
             owner = self.owner(name)
@@ -161,9 +164,22 @@ class LocalisedModel:
                 self._transport.receive(full, owner, _STATE_TAG).wait()
                 missing.append((parameter, full))
         if self._transport.rank != 0:
-            return {}
+            return self._shared_outline({})
         with _lent(self._model, missing):
-            return self._model.state_dict()
+            return self._shared_outline(self._model.state_dict())
+
+    def _shared_outline(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's state there; elsewhere its keys, with meta tensors for tensors and None for the rest."""
+        outline = {
+            k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for k, v in state.items()
+        }
+        shared = broadcast_object(outline, self._transport, self._device, 0)
+        if self._transport.rank == 0:
+            return state
+        return {
+            key: torch.empty(tensor[0], dtype=tensor[1], device="meta") if tensor else None
+            for key, tensor in shared.items()
+        }
 
     def _empty(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
@@ -278,7 +294,7 @@ class LocalisedOptimizer:
                     self._optimizer.state[own[name]] = _like_parameters(states[name], own[name])
 
     def state_dict(self, transport: Transport, device: torch.device) -> dict[str, Any]:
-        """The state as one process has it, on rank 0; {} elsewhere (collective)."""
+        """The state as one process has it on rank 0; elsewhere without what others keep (collective)."""
         local = self._optimizer.state_dict()
         held = [name for names in self._groups for name in names if self._model.holds(name)]
         mine = {
@@ -286,9 +302,7 @@ class LocalisedOptimizer:
             for index, name in enumerate(held)
             if index in local["state"] and self._model.owner(name) == transport.rank
         }
-        parts = gather_objects(mine, transport, device)
-        if parts is None:
-            return {}
+        parts = gather_objects(mine, transport, device) or [mine]
         by_name = {name: state for part in parts for name, state in part.items()}
         groups, state, at = [], {}, 0
         for group, names, named in zip(local["param_groups"], self._groups, self._options, strict=True):

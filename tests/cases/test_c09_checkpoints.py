@@ -251,3 +251,42 @@ def test_c09_saving_after_the_fit(uninterrupted: Any, tmp_path: Path) -> None:
         close(
             ours["optimizer_states"][0]["state"][index]["exp_avg"], state["exp_avg"], 1e-9, f"exp_avg {index}"
         )
+
+
+def test_c09_hooks_that_edit_a_checkpoint_run_on_every_rank(tmp_path: Path) -> None:
+    """They find the keys that rank 0 has; what is saved is as in one process."""
+    plan = placement(metagraph(model(), data()), 2, GROUPS[2])
+
+    class Edits(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            removed = checkpoint["state_dict"].pop(sorted(checkpoint["state_dict"])[0])
+            checkpoint["removed"] = tuple(removed.shape)
+            for name, value in checkpoint["state_dict"].items():
+                checkpoint["state_dict"][name] = value.float()
+            checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.5
+
+    def rank(index: int, size: int) -> None:
+        saved: list[Any] = []
+
+        class Keep(Edits):
+            def on_fit_start(self, trainer: Any, module: Any) -> None:
+                saved.append(trainer)
+
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step == 1:
+                    trainer.save_checkpoint(tmp_path / f"within_{size}.ckpt")
+
+        own = SpindleStrategy(plan=plan, operators=(Part,), timeline=False)
+        fit_once(double_model, data, own if size > 1 else "auto", size, max_steps=2, callbacks=[Keep()])
+        saved[0].save_checkpoint(tmp_path / f"after_{size}.ckpt")
+
+    run_ranks(rank, 1, init_group=False)
+    run_ranks(rank, 2)
+    for when in ("within", "after"):
+        theirs, ours = (load(tmp_path / f"{when}_{size}.ckpt") for size in (1, 2))
+        assert ours["removed"] == theirs["removed"]
+        assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+        assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+        for name, value in theirs["state_dict"].items():
+            assert ours["state_dict"][name].dtype == torch.float32
+            close(ours["state_dict"][name], value, 1e-6, name)

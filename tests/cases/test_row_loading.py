@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_spindle import MultiTaskModule, SpindleStrategy
+from lightning_spindle import MultiTaskDataModule, MultiTaskModule, SpindleStrategy
 from tests.support.fitting import Fit, assert_same_fit, fit_once, plain_fit
 from tests.support.ranks import run_ranks, watch_ranks
 from tests.support.small import (
@@ -421,6 +421,21 @@ def test_hooks_of_the_model_see_whole_batches_on_every_rank() -> None:
 
     (expected,) = run_ranks(rank, 1, init_group=False)
     assert run_ranks(rank, 2) == [expected, expected]
+
+
+class Scaling(MultiTaskDataModule):
+    """Changes all tasks' batches together, when they are on the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {name: {**own, "x": own["x"] / 2} for name, own in batch.items()}
+
+
+def test_hooks_of_the_datamodule_see_whole_batches() -> None:
+    def scaling() -> Any:
+        return Scaling({name: Data(name) for name in SIZES})
+
+    results = forced({"a/": (0, 1), "b/": (1,)}, 2, scaling)
+    assert_same_fit([ours for ours, _ in results], plain_fit(model, scaling, **EPOCHS))
 
 
 class Evaluated(Regression):

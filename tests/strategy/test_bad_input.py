@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -125,6 +130,23 @@ class Norms(toys.Classify):
         self.extra = nn.SyncBatchNorm(3)
 
 
+class OwnStep(MultiTaskModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+def learned_weights(rank: int) -> MultiTaskModule:
+    made = smaller_model()
+    made.weights["image_class"] = nn.Parameter(torch.ones(()))
+    return made
+
+
+def hooked(rank: int) -> MultiTaskModule:
+    made = smaller_model()
+    made.tasks["image_class"].head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return made
+
+
 def of_task(kind: type, *args: Any) -> Any:
     return lambda rank: MultiTaskModule({"image_class": kind(toys.Encoder(5), *args)})
 
@@ -150,6 +172,12 @@ REFUSED_MODELS = {
     ),
     "several optimizers": (of_task(TwoOptimizers), r"ValueError.*task 'image_class'.*2 optimizers"),
     "manual optimization": (of_task(Manual), r"ValueError.*image_class.*automatic"),
+    "a step of MultiTaskModule's": (
+        lambda rank: OwnStep({"image_class": toys.Classify(toys.Encoder(5))}),
+        r"ValueError.*OwnStep overrides training_step of MultiTaskModule.*put it into a task, or write",
+    ),
+    "learned weights": (learned_weights, r"ValueError.*weights of \['image_class'\] are no plain numbers"),
+    "gradient hooks": (hooked, r"ValueError.*gradient hooks.*\(tasks\.image_class\.head\.weight\)"),
     "SyncBatchNorm": (of_task(Norms), r"ValueError.*sync_batchnorm"),
 }
 
@@ -181,12 +209,26 @@ def test_models_that_differ_between_ranks() -> None:
 
 # -------------------------------------------------------------------------------------------- the Trainer
 
+
+class Hooking(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 REFUSED_OPTIONS = {
     "clipping by norm": ({"gradient_clip_val": 1.0}, r"clipping by norm.*gradient_clip_algorithm='value'"),
     "GradScaler": (
         {"precision": None, "plugins": MixedPrecision("16-mixed", "cpu")},
         r"16-mixed.*GradScaler.*bf16-mixed",
     ),
+    "learning rate finder": ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder is not supported"),
+    "averaged weights": (
+        {"callbacks": [StochasticWeightAveraging(0.1)]},
+        "StochasticWeightAveraging is not supported by SpindleStrategy on several ranks",
+    ),
+    "moving average": ({"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging is not supported"),
+    "gradient hooks that come later": ({"callbacks": [Hooking()]}, "gradient hooks.*encoder.stem.weight"),
 }
 
 

@@ -220,7 +220,10 @@ FAULTS = (
         "hooks-see-some-rows",
         "lightning_spindle.runtime.feeding:_batches_are_seen",
         bodies.returns(False),
-        (f"{ROW_LOADING}::test_hooks_of_the_model_see_whole_batches_on_every_rank",),
+        (
+            f"{ROW_LOADING}::test_hooks_of_the_model_see_whole_batches_on_every_rank",
+            f"{ROW_LOADING}::test_hooks_of_the_datamodule_see_whole_batches",
+        ),
     ),
     Fault(
         "indices-not-compared",

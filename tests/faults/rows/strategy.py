@@ -407,6 +407,21 @@ FAULTS = (
         ),
     ),
     Fault(
+        "gradient-hooks-pass",
+        "lightning_spindle.runtime.checks:require_no_gradient_hooks",
+        bodies.does_nothing,
+        (
+            "tests/strategy/test_bad_input.py::test_model_that_is_refused",
+            "tests/strategy/test_bad_input.py::test_option_that_is_refused",
+        ),
+    ),
+    Fault(
+        "checkpoints-without-keys-elsewhere",
+        "lightning_spindle.runtime.state:LocalisedModel._shared_outline",
+        bodies.passes_through(1),
+        (f"{CHECKPOINTS}::test_c09_hooks_that_edit_a_checkpoint_run_on_every_rank",),
+    ),
+    Fault(
         "live-ranks-not-counted",
         "lightning_spindle.runtime.checks:require_world",
         bodies.does_nothing,
