@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_spindle.plan import ExecutionPlan
 from lightning_spindle.runtime import checks, feeding, planning, variants
+from lightning_spindle.runtime.clipping import clipping_together
 from lightning_spindle.runtime.finetuning import completed_for_finetuning
 from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
@@ -215,6 +216,9 @@ class SpindleStrategy(ProcessStrategy):
                 for o in self.optimizers:
                     self._undo.callback(ShardedStep(o, self._localised[id(o)].steps, self._share).end)
             self._training = Training(self.lightning_module, self._localised)
+            if self.world_size > 1:
+                together = clipping_together(self.precision_plugin, state, self._transport, self.root_device)
+                self._undo.enter_context(together)
         state.localise()
 
     # --------------------------------------------------------------------- steps

@@ -74,11 +74,6 @@ def require_supported(trainer: Any, model: LightningModule, world_size: int) -> 
                 "GradScaler would find infinities among its own gradients only, and the loss scales would "
                 "drift apart; use precision='bf16-mixed' or one device"
             )
-        if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
-            raise ValueError(
-                "gradient clipping by norm is not supported by SpindleStrategy on several ranks yet: each "
-                "rank holds a part of the gradients; use gradient_clip_algorithm='value' or one device"
-            )
         if any(type(m).__name__ == "SyncBatchNorm" for m in model.modules()):
             raise ValueError(
                 "sync_batchnorm is not supported by SpindleStrategy: BatchNorm already sees the whole batch"

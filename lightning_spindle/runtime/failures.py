@@ -50,8 +50,8 @@ class Failures:
             how = f"waited {waited_s:.0f} s" if waited_s >= 1 else "waited too long, in an earlier call,"
             return PeerError(
                 f"rank {self._rank} {how} for {peers} in vain: it is stuck, or not at the same call.{where} "
-                f"Calls in which ranks work together (trainer.save_checkpoint, strategy.full_model()) must be"
-                f" made by every rank, not only where rank is 0"
+                f"Calls in which ranks work together (trainer.save_checkpoint, strategy.full_model(), "
+                f"self.clip_gradients) must be made by every rank, not only where rank is 0"
             )
         return PeerError(
             f"rank {self._rank} lost its connection to {peers}: a rank has ended without leaving word "

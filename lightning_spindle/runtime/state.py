@@ -95,6 +95,10 @@ class LocalisedModel:
         """The rank whose copy of a parameter, and of its optimizer state, is saved."""
         return self._owners.get(name, self._held[name][0])
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the model, also those that are elsewhere."""
+        return self._model.named_parameters()
+
     def holds(self, name: str) -> bool:
         return self._transport.rank in self._held[name]
 

@@ -217,7 +217,6 @@ class Hooking(Callback):
 
 
 REFUSED_OPTIONS = {
-    "clipping by norm": ({"gradient_clip_val": 1.0}, r"clipping by norm.*gradient_clip_algorithm='value'"),
     "GradScaler": (
         {"precision": None, "plugins": MixedPrecision("16-mixed", "cpu")},
         r"16-mixed.*GradScaler.*bf16-mixed",

@@ -10,6 +10,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.faults.bodies import Function
 
+KEPT: list[Any] = []
+"""Contexts that must not be collected, which would leave them."""
+
 
 def knows_own_parameters_only(original: Function) -> Function:
     """A step's program does not sum what other variants of the step use."""
@@ -129,5 +132,17 @@ def ends_alone_by_a_handler(original: Function) -> Function:
         except SystemExit as e:
             self.ending = isinstance(e, SIGTERMException)
             raise
+
+    return faulty
+
+
+def enters_and_never_leaves(original: Function) -> Function:
+    """What is different inside of a context stays so."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        context = original(*args, **kwargs)
+        context.__enter__()
+        KEPT.append(context)
+        return nullcontext()
 
     return faulty
