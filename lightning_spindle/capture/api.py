@@ -17,6 +17,7 @@ from lightning_spindle.capture.apart import mode, take_apart, traced, verify, wa
 from lightning_spindle.capture.arrangement import Arrangement
 from lightning_spindle.capture.assemble import Parts
 from lightning_spindle.capture.coarse import coarse_parts
+from lightning_spindle.capture.counting import rows_read, weighed
 from lightning_spindle.capture.errors import StepOutputError, reason_of
 from lightning_spindle.capture.joint import Joint
 from lightning_spindle.capture.pieces import BatchLayout, Capture, LogCall, Piece
@@ -121,9 +122,11 @@ def _take_apart(
     step: Step, leaves: Sequence[Any], spec: TreeSpec, layout: BatchLayout
 ) -> tuple[Parts, list[LogCall]]:
     trace = traced(step, leaves, spec, {step.task: (list(range(len(leaves))), layout)})
+    placed = {n: (step.task, at) for n, at in zip(trace.leaves, layout.leaves, strict=True) if n is not None}
+    logs = weighed(trace.logs, trace.sizes, partial(rows_read, leaves=placed))
     apart = take_apart(step, trace, leaves, layout, partial(verify, step, leaves, spec))
     warn_of_opaque(step.task, trace)
-    return apart.parts, trace.logs
+    return apart.parts, logs
 
 
 def graph_of(

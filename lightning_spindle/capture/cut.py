@@ -19,9 +19,19 @@ from torch.utils._pytree import tree_structure
 
 from lightning_spindle.capture import patches
 from lightning_spindle.capture.blocks import is_metric
+from lightning_spindle.capture.counting import rows_read, weighed
 from lightning_spindle.capture.errors import TraceError
 from lightning_spindle.capture.measure import Measured
-from lightning_spindle.capture.pieces import BatchLayout, Constant, GivenRef, ResultRef, Returned, RowsRef
+from lightning_spindle.capture.pieces import (
+    BatchLayout,
+    Constant,
+    GivenRef,
+    LeafLayout,
+    LogCall,
+    ResultRef,
+    Returned,
+    RowsRef,
+)
 from lightning_spindle.capture.returned import TracedOutput
 from lightning_spindle.capture.step import StepTrace
 
@@ -61,7 +71,7 @@ class Cut:
     """Nodes that run on every rank, in order; with copies of what belongs to no task."""
     parts: dict[fx.Node, str] = field(default_factory=dict)
     """Parts, with their tasks."""
-    log_rows: dict[str, RowsRef] = field(default_factory=dict)
+    logs: list[LogCall] = field(default_factory=list)
     given: dict[str, list[fx.Node]] = field(default_factory=dict)
     """What each task's ranks give to all others, of what the step returns."""
     refs: dict[int, ResultRef | GivenRef] = field(default_factory=dict)
@@ -72,6 +82,7 @@ class Cut:
         self._first = {task: list(self.owners).index(task) for task in self.tasks}
         self._named = {n for n, _ in self.trace.holder.named_parameters(remove_duplicate=False)}
         self._weights: dict[fx.Node, frozenset[str]] = {}
+        read = {leaf: (self.owners[i], self._layout(i)) for leaf, i in self._place.items()}
         seen: dict[str, int] = {}
         for node in self.trace.graph.nodes:
             inputs = node.all_input_nodes
@@ -81,15 +92,16 @@ class Cut:
             name = self._name(node)
             seen[name] = seen.get(name, 0) + 1
             self.names[node] = f"{name}#{seen[name]}"
-            rows = self._rows(node)
+            rows = rows_read(node, read)
             if rows is not None:
                 self.rows[node] = rows
         self._part_output()
         self._collect()
-        for key, node in self.trace.sizes.items():
-            if node not in self.rows:
-                raise TraceError(f"the batch_size of self.log({key!r}) is no number of rows")
-            self.log_rows[key] = self.rows[node]
+        self.logs = weighed(self.trace.logs, self.trace.sizes, self.rows.get)
+
+    def _layout(self, place: int) -> LeafLayout:
+        task = self.owners[place]
+        return self.layouts[task].leaves[place - self._first[task]]
 
     # ------------------------------------------------------------------------------------- what hooks see
     def _part_output(self) -> None:
@@ -176,22 +188,6 @@ class Cut:
             and bool(inputs)
             and all(n in self.rows or self._counts(n) for n in inputs)
         )
-
-    def _rows(self, node: fx.Node) -> RowsRef | None:
-        if node.target is patches.length:
-            leaf, dim = node.args[0], 0
-        elif node.op == "call_method" and node.target == "size" and len(node.args) == 2:
-            leaf, dim = node.args
-        elif node.target is operator.getitem and _is_shape(node.args[0]):
-            leaf, dim = node.args[0].args[0], node.args[1]
-        else:
-            return None
-        if leaf not in self._place:
-            return None
-        place = self._place[leaf]
-        task = self.owners[place]
-        layout = self.layouts[task].leaves[place - self._first[task]]
-        return RowsRef(task, layout.per_row) if layout.dim is not None and layout.dim == dim else None
 
     # ------------------------------------------------------------------------------------- names
     def _name(self, node: fx.Node) -> str:
@@ -313,7 +309,3 @@ class _Name(str):
 
 def _function(target: object) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
-
-
-def _is_shape(node: object) -> bool:
-    return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "shape"

@@ -231,7 +231,7 @@ class Joint:
         return tuple(used)
 
     def _logs(self, cut: Cut) -> list[LogCall]:
-        return [replace(call, task="", rows=cut.log_rows.get(call.key)) for call in cut.trace.logs]
+        return [replace(call, task="") for call in cut.logs]
 
 
 def _title(tasks: Sequence[str]) -> str:

@@ -34,7 +34,7 @@ class StepTrace:
     opaque: dict[str, str] = field(default_factory=dict)
     """Modules that could not be traced through and became operators, with the reason."""
     sizes: dict[str, fx.Node] = field(default_factory=dict)
-    """Logged keys to the node that was given as ``batch_size``; of a module of its own."""
+    """Logged keys to the node that was given as ``batch_size``."""
     output: TracedOutput | None = None
     """What the step returned, where hooks see it."""
     attributes: Attributes = field(default_factory=dict)

@@ -135,9 +135,7 @@ class StepTracer(fx.Tracer):
         for key, value, kwargs in self.logged:
             if any(call.key == key for call in calls):
                 raise TraceError(f"the step logs {key!r} twice")
-            if self.step.logging is None:
-                kwargs = {k: v for k, v in kwargs.items() if k != "batch_size" or self._is_unusual(v)}
-            elif isinstance(kwargs.get("batch_size"), fx.Proxy):
+            if isinstance(kwargs.get("batch_size"), fx.Proxy):
                 self.sizes[key] = kwargs.pop("batch_size").node
             if any(isinstance(v, fx.Proxy) for v in kwargs.values()):
                 raise TraceError(f"an option of self.log({key!r}) is computed in the step")
@@ -148,15 +146,6 @@ class StepTracer(fx.Tracer):
                 values[f"log:{key}"] = value
             calls.append(LogCall(self.step.task, key, tuple(kwargs.items()), metric))
         return calls, values
-
-    def _is_unusual(self, batch_size: Any) -> bool:
-        """Whether a batch size is other than a dimension of a leaf, which the strategy knows itself."""
-        if not isinstance(batch_size, fx.Proxy):
-            return False
-        node = batch_size.node
-        while node.target in (getattr, patches.operator_getitem, "size", patches.length):
-            node = node.args[0]
-        return node.op != "placeholder"
 
     # ------------------------------------------------------------------------------------- modules
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -15,7 +15,7 @@ from lightning_spindle.runtime.arranging import guessed_rows
 from lightning_spindle.runtime.iteration import Iteration
 from lightning_spindle.runtime.outputs import output_of, outputs_of_tasks, require_exact
 from lightning_spindle.runtime.randomness import operator_randomness
-from lightning_spindle.runtime.replay import LOCAL_OPTIONS, replay_logs, task_losses
+from lightning_spindle.runtime.replay import log_once, replay_logs, task_losses
 from lightning_spindle.runtime.session import Step, TotalRun
 from lightning_spindle.runtime.telling import logged, take_over
 
@@ -164,7 +164,7 @@ def _replay(
         if call.metric is not None:
             value = model.get_submodule(call.metric)
         rows = None if call.rows is None else iteration.batches[call.rows.task].rows * call.rows.per_row
-        _log(model, call.key, value, dict(call.kwargs), rows, guess)
+        log_once(model, call.key, value, dict(call.kwargs), guess if rows is None else rows)
     _replay_whole(model, captured, iteration)
 
 
@@ -173,11 +173,4 @@ def _replay_whole(model: LightningModule, captured: Capture, iteration: Iteratio
     guess = guessed_rows(captured, iteration.batches)
     for did in iteration.told.values():
         for key, value, options in did.logs:
-            _log(model, key, logged(model, value), options, None, guess)
-
-
-def _log(
-    model: LightningModule, key: str, value: Any, options: dict[str, Any], rows: int | None, guess: int
-) -> None:
-    kept = {k: v for k, v in options.items() if k not in LOCAL_OPTIONS}
-    model.log(key, value, **{**kept, "batch_size": rows or kept.get("batch_size") or guess})
+            log_once(model, key, logged(model, value), options, guess)

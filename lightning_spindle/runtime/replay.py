@@ -26,8 +26,8 @@ def task_losses(model: LightningModule, iteration: Iteration) -> dict[str, torch
 def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration) -> None:
     """Repeats the step's ``self.log`` calls, with values that are already global.
 
-    The same keys in the same order on every rank, weighted by the task's rows; nothing is
-    left to reduce.
+    The same keys in the same order on every rank, weighted as the step says, else by the task's
+    rows; nothing is left to reduce.
     """
     values = {(r.task, r.key): v for r, v in iteration.results.items()}
     dtype = _dtype(model)
@@ -38,7 +38,8 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
             value = torch.as_tensor(values[(call.task, f"log:{call.key}")]).to(dtype)
         else:
             continue
-        _log(model, iteration, call.task, call.key, value, dict(call.kwargs))
+        per_row = 1 if call.rows is None else call.rows.per_row
+        _log(model, iteration, call.task, call.key, value, dict(call.kwargs), per_row)
     tasks = {o.name: o.task for o in captured.graph.operators}
     for operator, did in iteration.told.items():
         for key, value, options in did.logs:
@@ -46,13 +47,24 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
 
 
 def _log(
-    model: LightningModule, iteration: Iteration, task: str, key: str, value: Any, options: dict[str, Any]
+    model: LightningModule,
+    iteration: Iteration,
+    task: str,
+    key: str,
+    value: Any,
+    options: dict[str, Any],
+    per_row: int = 1,
 ) -> None:
     batch = iteration.batches.get(task)
-    if batch is None or batch.rows == 0:
-        return
+    if batch is not None and batch.rows > 0:
+        log_once(model, f"{task}/{key}", value, options, batch.rows * per_row)
+
+
+def log_once(model: LightningModule, key: str, value: Any, options: dict[str, Any], rows: int) -> None:
+    """Log what all ranks have alike; it weighs what the user said, else ``rows``, in the epoch's mean."""
     kept = {k: v for k, v in options.items() if k not in LOCAL_OPTIONS}
-    model.log(f"{task}/{key}", value, **{**kept, "batch_size": kept.get("batch_size") or batch.rows})
+    given = kept.pop("batch_size", None)
+    model.log(key, value, **kept, batch_size=rows if given is None else given)
 
 
 def _dtype(model: LightningModule) -> torch.dtype:

@@ -1,5 +1,6 @@
 """C04 and C05: every task's logs and hooks are one process's, on every rank, wherever the task runs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,19 @@ from torch.nn import functional as F
 
 from lightning_spindle import MultiTaskModule, SpindleStrategy
 from tests import test_module as plain
-from tests.support.fitting import assert_same_fit, plain_fit
+from tests.support.fitting import assert_same_fit, captured, plain_fit, spindle_fit
 from tests.support.ranks import run_ranks
-from tests.support.small import Given, Layer, Sample, Small, forced_fit, multi, random_samples, together
+from tests.support.small import (
+    Given,
+    Layer,
+    Sample,
+    Small,
+    Validated,
+    forced_fit,
+    multi,
+    random_samples,
+    together,
+)
 
 
 class Logging(Small):
@@ -149,3 +160,68 @@ def test_c05_hooks_and_logs_under_spindle(size: int) -> None:
         assert [entry[0] for entry in traces["b"]] == [entry[0] for entry in expected]
         ours = {key.removeprefix("a/"): value for key, value in logged.items() if key.startswith("a/")}
         assert ours == pytest.approx(metrics, rel=1e-5)
+
+
+class Weighing(Small):
+    """Says how much a batch weighs in the epoch's mean, as ``weigh`` has it of ``x`` and ``batch_idx``."""
+
+    def __init__(self, weigh: Callable[[torch.Tensor, int], Any]) -> None:
+        super().__init__()
+        self.layer, self.weigh = Layer(3, 1, last=True), weigh
+
+    def training_step(self, batch: Sample, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self.layer(batch["x"]), batch["y"])
+        self.log("loss", loss, on_epoch=True, batch_size=self.weigh(batch["x"], batch_idx))
+        return loss
+
+    def validation_step(self, batch: Sample, batch_idx: int) -> None:
+        loss = F.mse_loss(self.layer(batch["x"]), batch["y"])
+        self.log("val_loss", loss, batch_size=self.weigh(batch["x"], batch_idx))
+
+
+WEIGHTS = {
+    "constant": lambda x, batch_idx: 1,
+    "rows": lambda x, batch_idx: x.shape[0],
+    "width": lambda x, batch_idx: x.shape[1],
+    "index": lambda x, batch_idx: batch_idx % 2,
+}
+
+
+def weighing(weight: str) -> Any:
+    torch.manual_seed(0)
+    return multi({"a": Weighing(WEIGHTS[weight]), "b": Weighing(WEIGHTS["rows"])})
+
+
+def validated() -> Any:
+    """Training batches of 3 and 1 rows, validation batches of 2 and 1."""
+    samples = random_samples(13, 1, x=(3,), y=(1,))
+    return together(**{n: Validated(samples, [3, 3, 3, 3, 1], None, samples[:5]) for n in "ab"})
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be taken apart")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_c04_batches_weigh_what_the_task_says(weight: str, devices: int) -> None:
+    """A constant, rows, a size that is no number of rows, now and then nothing; in steps of both kinds."""
+    assert bool(captured(weighing(weight), validated()).coarse) == (weight in ("width", "index"))
+    groups = {"a/": (devices - 1,), "b/": (0,)}
+    ours = forced_fit(lambda: weighing(weight), validated, devices, groups, max_epochs=1, max_steps=-1)
+    reference = plain_fit(lambda: weighing(weight), validated, max_epochs=1, max_steps=-1)
+    assert {"a/loss_epoch", "a/val_loss"} <= reference.metrics.keys()
+    assert_same_fit(ours, reference)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be taken apart")
+@pytest.mark.parametrize("weight", ["constant", "index"])
+def test_c04_batches_of_a_module_of_its_own_weigh_what_it_says(weight: str) -> None:
+    """A batch that weighs nothing does not weigh its rows."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return Weighing(WEIGHTS[weight])
+
+    def one() -> Any:
+        return validated().datamodules["a"]
+
+    options = {"max_epochs": 1, "max_steps": -1}
+    assert_same_fit(spindle_fit(model, one, 2, **options), plain_fit(model, one, **options))

@@ -95,3 +95,14 @@ def splits_everything(original: Function) -> Function:
         return Layout.SPLIT
 
     return faulty
+
+
+def takes_every_size_for_rows(original: Function) -> Function:
+    """Whatever a step reads of its batch's sizes is the number of its rows."""
+
+    def faulty(node: Any, leaves: Any) -> Any:
+        from lightning_spindle.capture.pieces import RowsRef
+
+        return original(node, leaves) or RowsRef("a", 1)
+
+    return faulty

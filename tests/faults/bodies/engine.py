@@ -83,8 +83,26 @@ def leaves_results_local(original: Function) -> Function:
 def weighs_one_row(original: Function) -> Function:
     """Epoch means forget how many rows a step had."""
 
-    def faulty(model: Any, iteration: Any, task: str, key: str, value: Any, options: Any) -> None:
-        original(model, iteration, task, key, value, {**options, "batch_size": 1})
+    def faulty(model: Any, key: str, value: Any, options: Any, rows: int) -> None:
+        original(model, key, value, options, 1)
+
+    return faulty
+
+
+def weighs_rows_always(original: Function) -> Function:
+    """What a step gives as ``batch_size`` is not heeded."""
+
+    def faulty(model: Any, key: str, value: Any, options: Any, rows: int) -> None:
+        original(model, key, value, {k: v for k, v in options.items() if k != "batch_size"}, rows)
+
+    return faulty
+
+
+def weighs_rows_for_none(original: Function) -> Function:
+    """A batch that is to weigh nothing weighs its rows."""
+
+    def faulty(model: Any, key: str, value: Any, options: Any, rows: int) -> None:
+        original(model, key, value, {**options, "batch_size": options.get("batch_size") or rows}, rows)
 
     return faulty
 

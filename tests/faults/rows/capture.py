@@ -10,6 +10,7 @@ from tests.faults.files import (
     FREEZING,
     GATHERED,
     LIBRARIES,
+    LOGS,
     NORMS,
     PARAMETERS,
     PROVENANCE,
@@ -71,6 +72,12 @@ FAULTS = (
         "lightning_spindle.capture.patches:assigned",
         bodies.passes_through(0),
         (f"{LIBRARIES}::test_assigned_entries",),
+    ),
+    Fault(
+        "other-sizes-taken-for-rows",
+        "lightning_spindle.capture.counting:rows_read",
+        broken.takes_every_size_for_rows,
+        (f"{LOGS}::test_c04_batches_weigh_what_the_task_says[width-1]",),
     ),
     Fault(
         "modes-not-restored",

@@ -124,11 +124,29 @@ FAULTS = (
     ),
     Fault(
         "epoch-means-not-weighted",
-        "lightning_spindle.runtime.replay:_log",
+        "lightning_spindle.runtime.replay:log_once",
         broken.weighs_one_row,
         (
             f"{LOGS}::test_c04_each_rank_knows_each_tasks_values",
             f"{LOGS}::test_c04_a_key_logged_in_every_third_step",
+        ),
+    ),
+    Fault(
+        "batch-sizes-of-logs-not-heeded",
+        "lightning_spindle.runtime.replay:log_once",
+        broken.weighs_rows_always,
+        (
+            f"{LOGS}::test_c04_batches_weigh_what_the_task_says[constant-1]",
+            f"{LOGS}::test_c04_batches_of_a_module_of_its_own_weigh_what_it_says[constant]",
+        ),
+    ),
+    Fault(
+        "batches-that-weigh-nothing-weigh-their-rows",
+        "lightning_spindle.runtime.replay:log_once",
+        broken.weighs_rows_for_none,
+        (
+            f"{LOGS}::test_c04_batches_weigh_what_the_task_says[index-2]",
+            f"{LOGS}::test_c04_batches_of_a_module_of_its_own_weigh_what_it_says[index]",
         ),
     ),
     Fault(
