@@ -23,6 +23,7 @@ from lightning_spindle.runtime.clipping import clipping_together
 from lightning_spindle.runtime.finetuning import completed_for_finetuning
 from lightning_spindle.runtime.hints import warn_before_fit
 from lightning_spindle.runtime.loaders import TaskLoader
+from lightning_spindle.runtime.looking import Gradients
 from lightning_spindle.runtime.objects import require_agreement
 from lightning_spindle.runtime.outcome import Outcome, outcome_of
 from lightning_spindle.runtime.outputs import require_expected
@@ -34,7 +35,7 @@ from lightning_spindle.runtime.rowneeds import Needs
 from lightning_spindle.runtime.session import TRAIN, Session, Step, StepExample
 from lightning_spindle.runtime.sharding import ShardedStep
 from lightning_spindle.runtime.skipping import SKIPPED, allow_skipping, end_skipping
-from lightning_spindle.runtime.state import LocalisedOptimizer
+from lightning_spindle.runtime.state import LocalisedModel, LocalisedOptimizer
 from lightning_spindle.runtime.training import Training
 from lightning_spindle.runtime.transport import ProcessGroupTransport
 
@@ -115,6 +116,7 @@ class SpindleStrategy(ProcessStrategy):
         self._session: Session | None = None
         self._localised: dict[int, LocalisedOptimizer] = {}
         self._training: Training | None = None
+        self._gradients: Gradients | None = None
         self._variants: dict[str, variants.Variants] = {}
         self._undo = ExitStack()
         self._sync = True
@@ -212,14 +214,20 @@ class SpindleStrategy(ProcessStrategy):
             self._localised = {id(o): LocalisedOptimizer(o, state, names) for o in self.optimizers}
             for optimizer in self._localised.values():
                 optimizer.localise()
-            if self._settings.shard_optimizer_state and self.world_size > 1:
-                for o in self.optimizers:
-                    self._undo.callback(ShardedStep(o, self._localised[id(o)].steps, self._share).end)
             self._training = Training(self.lightning_module, self._localised)
             if self.world_size > 1:
-                together = clipping_together(self.precision_plugin, state, self._transport, self.root_device)
-                self._undo.enter_context(together)
+                self._step_apart(state)
         state.localise()
+
+    def _step_apart(self, state: LocalisedModel) -> None:
+        """For the fit, has optimizers and clipping work with a part of the gradients on each rank."""
+        transport, device = self._transport, self.root_device
+        self._gradients = Gradients(state, list(self._localised.values()), transport, device)
+        self._undo.callback(self._gradients.end)
+        if self._settings.shard_optimizer_state:
+            for o in self.optimizers:
+                self._undo.callback(ShardedStep(o, self._localised[id(o)].steps, self._share).end)
+        self._undo.enter_context(clipping_together(self.precision_plugin, state, transport, device))
 
     # --------------------------------------------------------------------- steps
 
@@ -229,6 +237,8 @@ class SpindleStrategy(ProcessStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All tasks' forwards; what it returns seeds the engine's backward."""
         assert self._training is not None
+        if self._gradients is not None:
+            self._gradients.own_groups()  # also where user code did not step
         self._training.follow(self.optimizers)
         self._outcome, self._iteration = self._forward(
             TRAIN, batch, args, kwargs, self.precision_plugin.train_step_context()
@@ -242,6 +252,7 @@ class SpindleStrategy(ProcessStrategy):
         """Lightning calls no backward without a loss; earlier steps of the window may wait to be summed."""
         if self._sync and self.lightning_module.trainer.accumulate_grad_batches > 1:
             self._running.engine.backward(self._iteration, {}, sync=True)
+        self._show_gradients()
         self._outcome = self._iteration = None
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +332,8 @@ class SpindleStrategy(ProcessStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The base method with the engine's backward and gradient sync where autograd's would end."""
+        if self._gradients is not None:
+            self._gradients.hide()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -334,7 +347,12 @@ class SpindleStrategy(ProcessStrategy):
         assert self._outcome is not None
         seeds = self._outcome.seeds()
         self._running.engine.backward(self._iteration, seeds, sync=self._sync)
+        self._show_gradients()
         self._outcome = self._iteration = None
+
+    def _show_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.show() if self._sync else self._gradients.hide()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -389,13 +407,14 @@ class SpindleStrategy(ProcessStrategy):
     def full_model(self) -> Iterator[nn.Module]:
         """Inside, this rank has all parameters with their current values.
 
-        Every rank must enter; changes made inside are kept by a parameter's holders.
+        From a backward in which gradients were summed to the next it has all gradients too. Every rank must
+        enter; changes made inside are kept by a parameter's holders.
         """
         if self._session is None:
             yield self.lightning_module
             return
         self._meet("strategy.full_model()")
-        with self._session.state.completed():
+        with self._session.state.completed() if self._gradients is None else self._gradients.completed():
             yield self.lightning_module
 
     @contextmanager
@@ -444,7 +463,8 @@ class SpindleStrategy(ProcessStrategy):
         if self._session is not None and not self._session.state.complete:
             # A part of the model is elsewhere, and Lightning would move all of it to the CPU.
             self._lightning_module = None
-        self._session = self._recording = self._outcome = self._iteration = self._training = None
+        self._session = self._recording = self._outcome = self._iteration = None
+        self._training = self._gradients = None
         self._variants = {}
         super().teardown()
         self._lightning_module = model

@@ -230,6 +230,8 @@ def add_hints(error: BaseException, apart: bool) -> None:
     """Notes for an error that a user may not expect, because the model is spread over ranks."""
     if apart and "meta" in str(error).lower() and "tensor" in str(error).lower():
         error.add_note(
-            "Parameters that other ranks hold are meta tensors on this rank. To read or change values of the "
-            "whole model, let every rank enter `with trainer.strategy.full_model():`."
+            "Parameters that other ranks hold are meta tensors on this rank, and so are their gradients. To "
+            "read or change values of the whole model, let every rank enter `with "
+            "trainer.strategy.full_model():`. To clip gradients by their norm, use the Trainer's "
+            "gradient_clip_val or self.clip_gradients(...)."
         )

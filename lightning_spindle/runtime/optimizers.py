@@ -1,12 +1,13 @@
-"""Optimizers like the user's, on other parameters: to check and to time them."""
+"""The user's optimizers, what comes before their steps, and others like them on other parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
@@ -29,3 +30,25 @@ def fresh(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.opt
         if key in accepted
     }
     return type(own)(list(parameters), **options)
+
+
+def before_step(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> RemovableHandle:
+    """Calls ``call`` in each step of an optimizer, before it changes anything.
+
+    Lightning computes gradients, and clips them, in the closure that it gives to the step.
+    """
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            call()
+            return None
+
+        def closed() -> Any:
+            result = closure()
+            call()
+            return result
+
+        return args[:1], {**kwargs, "closure": closed}
+
+    return optimizer.register_step_pre_hook(hook)

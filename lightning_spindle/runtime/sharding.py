@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_spindle.program import Broadcast
+from lightning_spindle.runtime.optimizers import before_step
 from lightning_spindle.runtime.transport import Pending, Transport
 
 
@@ -69,27 +70,15 @@ class ShardedStep:
     ) -> None:
         self._optimizer, self._owns, self._share = optimizer, owns, share
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._handles = (before(self._before), after(self._after))
+        self._handles = (
+            before_step(optimizer, self._hide),
+            optimizer.register_step_post_hook(self._after),
+        )
 
     def end(self) -> None:
         """The optimizer steps everything again."""
         for handle in self._handles:
             handle.remove()
-
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Lightning computes gradients in the closure that it gives to the step."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._hide()
-            return None
-
-        def closed() -> Any:
-            result = closure()
-            self._hide()
-            return result
-
-        return args[:1], {**kwargs, "closure": closed}
 
     def _after(self, *_: Any) -> None:
         for parameter, gradient in self._hidden:

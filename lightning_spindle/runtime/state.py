@@ -102,6 +102,10 @@ class LocalisedModel:
     def holds(self, name: str) -> bool:
         return self._transport.rank in self._held[name]
 
+    def shared(self, name: str) -> bool:
+        """Whether all ranks hold a parameter."""
+        return self._held[name] == everyone(self._transport)
+
     def steps(self, name: str) -> bool:
         """Whether this rank steps a parameter, and keeps its optimizer state."""
         rank = self._transport.rank
@@ -119,10 +123,9 @@ class LocalisedModel:
         """Completes the model on every rank (collective)."""
         if self._complete:
             return
-        ranks = everyone(self._transport)
-        parted = {n: p for n, p in self._model.named_parameters() if self._held[n] != ranks}
+        parted = {n: p for n, p in self._model.named_parameters() if not self.shared(n)}
         full = {n: p.detach() if self.holds(n) else self._empty(p) for n, p in parted.items()}
-        for owner in ranks:
+        for owner in everyone(self._transport):
             tensors = [t for n, t in full.items() if self.owner(n) == owner]
             broadcast_tensors(tensors, self._transport, owner)
         _swap(self._model, ((p, full[name]) for name, p in parted.items() if not self.holds(name)))
@@ -208,6 +211,11 @@ class LocalisedOptimizer:
         self._adopt()
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself."""
+        return self._optimizer
+
+    @property
     def groups(self) -> list[list[str]]:
         """The names of all parameters of each group, also of those that are elsewhere."""
         return self._groups
@@ -224,28 +232,32 @@ class LocalisedOptimizer:
             if options is not None:
                 group["param_names"] = [n for n, p in zip(options, complete, strict=True) if self._holds(p)]
 
-    def follow(self) -> bool:
-        """Takes over groups that user code added; whether it added any.
+    def follow(self) -> None:
+        """Takes over groups that user code added.
 
         Raises:
             ValueError: a group that was there changed, or a new one has what is no parameter of the model.
         """
-        before = [list(map(id, filter(self._holds, complete))) for complete in self._complete]
-        now = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
-        if now[: len(before)] != before:
+        self._require_unchanged([list(filter(self._holds, complete)) for complete in self._complete])
+        if len(self._optimizer.param_groups) > len(self._complete):
+            self._adopt()
+            self.localise()
+
+    def _require_unchanged(self, before: list[list[nn.Parameter]]) -> None:
+        groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if groups[: len(before)] != [list(map(id, parameters)) for parameters in before]:
             raise ValueError(
                 "parameters were put into a group of the optimizer, or taken out of it, during the fit: "
                 "SpindleStrategy only supports new groups, by optimizer.add_param_group(...)"
             )
-        if len(now) == len(before):
-            return False
-        self._adopt()
-        self.localise()
-        return True
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Inside, the groups list all their parameters; those that were added stay."""
+        """Inside, the groups list all their parameters; those that were added stay.
+
+        Raises:
+            ValueError: as ``follow`` does.
+        """
         for group, complete, options in zip(
             self._optimizer.param_groups, self._complete, self._options, strict=True
         ):
@@ -254,6 +266,7 @@ class LocalisedOptimizer:
                 group["param_names"] = list(options)
         try:
             yield
+            self._require_unchanged(self._complete)
         finally:
             self._adopt()
             self.localise()
@@ -300,10 +313,9 @@ class LocalisedOptimizer:
     def state_dict(self, transport: Transport, device: torch.device) -> dict[str, Any]:
         """The state as one process has it on rank 0; elsewhere without what others keep (collective)."""
         local = self._optimizer.state_dict()
-        held = [name for names in self._groups for name in names if self._model.holds(name)]
         mine = {
             name: local["state"][index]
-            for index, name in enumerate(held)
+            for index, name in enumerate(self._listed())
             if index in local["state"] and self._model.owner(name) == transport.rank
         }
         parts = gather_objects(mine, transport, device) or [mine]
@@ -318,6 +330,10 @@ class LocalisedOptimizer:
             )
         return {**local, "state": state, "param_groups": groups}
 
+    def _listed(self) -> list[str]:
+        """The names of the parameters that the groups list now, in order."""
+        return [self._names[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
+
 
 def _like_parameters(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """A parameter's optimizer state, that of its shape on its device; counts of steps stay on the CPU."""
@@ -331,12 +347,15 @@ def _like_parameters(state: dict[str, Any], parameter: torch.Tensor) -> dict[str
 
 @contextmanager
 def _lent(model: nn.Module, missing: list[tuple[nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Inside, the parameters have the given values; afterwards they are meta again."""
+    """Inside, the parameters have the given values; afterwards they and their gradients are meta again."""
+    gradients = [p.grad for p, _ in missing]
     _swap(model, missing)
     try:
         yield
     finally:
         _swap(model, ((p, _nothing_like(p)) for p, _ in missing))
+        for (parameter, _), gradient in zip(missing, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _nothing_like(parameter: nn.Parameter) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Training:
     def __init__(self, model: nn.Module, optimizers: Mapping[int, LocalisedOptimizer]) -> None:
         self._parameters = dict(model.named_parameters())
         self._optimizers = optimizers
-        self._flags: list[bool] = []
+        self._seen: tuple[list[bool], list[int]] = [], []
         self.trainable: frozenset[str] = frozenset()
         self.digest = 0
 
@@ -91,10 +91,15 @@ class Training:
                 "the Trainer's optimizers were exchanged during the fit, which SpindleStrategy does not "
                 "support: add parameters to the one that there is by optimizer.add_param_group(...)"
             )
-        added = [optimizer.follow() for optimizer in self._optimizers.values()]
-        flags = [p.requires_grad for p in self._parameters.values()]
-        if flags != self._flags or any(added):
-            self._flags = flags
+        for optimizer in self._optimizers.values():
+            optimizer.follow()
+        if (seen := self._look()) != self._seen:
+            self._seen = seen
             self.trainable = frozenset(n for n, p in self._parameters.items() if p.requires_grad)
             groups = [optimizer.groups for optimizer in self._optimizers.values()]
             self.digest = zlib.crc32(repr((sorted(self.trainable), groups)).encode())
+
+    def _look(self) -> tuple[list[bool], list[int]]:
+        """What is frozen, and how many groups there are, also of those that were taken over before."""
+        flags = [p.requires_grad for p in self._parameters.values()]
+        return flags, [len(optimizer.groups) for optimizer in self._optimizers.values()]

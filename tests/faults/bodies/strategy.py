@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -144,5 +144,18 @@ def enters_and_never_leaves(original: Function) -> Function:
         context.__enter__()
         KEPT.append(context)
         return nullcontext()
+
+    return faulty
+
+
+def loses_gradients(original: Function) -> Function:
+    """Parameters that were lent their values come back without gradients."""
+
+    @contextmanager
+    def faulty(model: Any, missing: Any) -> Any:
+        with original(model, missing):
+            yield
+        for parameter, _ in missing:
+            parameter.grad = None
 
     return faulty

@@ -11,6 +11,7 @@ from tests.faults.files import (
     FREEZING,
     HALF_A_MODEL,
     KINDS,
+    LOOKING,
     MISSING,
     OUTPUTS,
     PARAMETERS,
@@ -185,7 +186,7 @@ FAULTS = (
     Fault(
         "added-groups-not-noticed",
         "lightning_spindle.runtime.state:LocalisedOptimizer.follow",
-        bodies.returns(False),
+        bodies.does_nothing,
         (
             f"{FREEZING}::test_groups_that_were_added_are_saved",
             f"{FREEZING}::test_what_cannot_be_followed_is_refused",
@@ -411,6 +412,76 @@ FAULTS = (
         "lightning_spindle.runtime.clipping:clipping_together",
         broken.enters_and_never_leaves,
         (f"{CLIPPING}::test_the_plugin_is_its_own_again_after_the_fit",),
+    ),
+    Fault(
+        "a-part-of-the-gradients-shown",
+        "lightning_spindle.runtime.looking:Gradients._there",
+        bodies.returns([]),
+        (
+            f"{LOOKING}::test_which_gradients_there_are",
+            f"{LOOKING}::test_which_gradients_there_are_where_tasks_are_idle",
+            f"{LOOKING}::test_looking_at_a_part_is_refused",
+        ),
+    ),
+    Fault(
+        "gradients-shown-that-one-process-has-not",
+        "lightning_spindle.runtime.looking:Gradients._there",
+        lambda original: lambda self: list(self._parameters),
+        (
+            f"{LOOKING}::test_which_gradients_there_are",
+            f"{LOOKING}::test_which_gradients_there_are_where_tasks_are_idle",
+        ),
+    ),
+    Fault(
+        "gradients-shown-for-too-long",
+        "lightning_spindle.runtime.looking:Gradients.hide",
+        bodies.does_nothing,
+        (f"{LOOKING}::test_inside_of_an_accumulation_window_each_rank_sees_its_own",),
+    ),
+    Fault(
+        "optimizers-keep-hooks",
+        "lightning_spindle.runtime.looking:Gradients.end",
+        bodies.does_nothing,
+        (f"{SHARDED}::test_each_state_is_kept_once",),
+    ),
+    Fault(
+        "the-full-model-has-no-gradients",
+        "lightning_spindle.runtime.looking:Gradients._complete",
+        bodies.does_nothing,
+        (f"{LOOKING}::test_norms_in_the_full_model",),
+    ),
+    Fault(
+        "groups-stay-complete-without-a-step",
+        "lightning_spindle.runtime.looking:Gradients.own_groups",
+        bodies.does_nothing,
+        (f"{LOOKING}::test_batches_without_a_step",),
+    ),
+    Fault(
+        "changed-groups-put-back",
+        "lightning_spindle.runtime.state:LocalisedOptimizer._require_unchanged",
+        bodies.does_nothing,
+        (
+            f"{LOOKING}::test_what_hooks_do_to_groups_is_refused_as_elsewhere",
+            f"{FREEZING}::test_what_cannot_be_followed_is_refused",
+        ),
+    ),
+    Fault(
+        "groups-of-hooks-not-noticed",
+        "lightning_spindle.runtime.training:Training._look",
+        bodies.changes_result(lambda seen: (seen[0], [])),
+        (f"{LOOKING}::test_what_hooks_do_to_groups_is_refused_as_elsewhere",),
+    ),
+    Fault(
+        "states-saved-under-other-names",
+        "lightning_spindle.runtime.state:LocalisedOptimizer._listed",
+        lambda original: lambda self: [n for n in original(self) if self._model.holds(n)],
+        (f"{LOOKING}::test_a_checkpoint_that_a_hook_saves",),
+    ),
+    Fault(
+        "saving-hides-gradients",
+        "lightning_spindle.runtime.state:_lent",
+        broken.loses_gradients,
+        (f"{LOOKING}::test_a_checkpoint_that_a_hook_saves",),
     ),
     Fault(
         "full-model-not-named",
