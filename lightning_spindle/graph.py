@@ -94,12 +94,15 @@ class Result:
 
     ``key`` is "loss" for a task's loss, else "log:" and the logged name. Where one loss is made of
     several tasks' scalars, each task has "loss:" and a number for those that the loss depends on.
+    ``dtype`` is that of the tensor that the step gives; None for a number, and where only a step that runs
+    as one operator can tell.
     """
 
     task: str
     key: str
     value: str
     reduction: Reduction
+    dtype: str | None = None
 
     @property
     def is_loss(self) -> bool:

@@ -22,6 +22,7 @@ from lightning_spindle.capture.evaluate import kept_generators
 from lightning_spindle.capture.grouping import Grouping
 from lightning_spindle.capture.inplace import protect_known, protect_measured, spread_tuples
 from lightning_spindle.capture.measure import SEED, Measured, TraceRun, dynamic, measure
+from lightning_spindle.capture.patches import as_scalar
 from lightning_spindle.capture.pieces import BatchLayout
 from lightning_spindle.capture.returned import beside_loss, require_same, settle
 from lightning_spindle.capture.sizes import read_from_batch
@@ -190,5 +191,5 @@ def _require_not_rewritten(names: Sequence[str]) -> None:
 
 
 def _alike(ours: torch.Tensor, own: Any) -> bool:
-    a, b = ours.detach().double(), torch.as_tensor(own).detach().double().to(ours.device)
+    a, b = ours.detach().double(), as_scalar(own).detach().double().to(ours.device)
     return torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-5, equal_nan=True)

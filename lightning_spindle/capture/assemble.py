@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +78,10 @@ class Assembler:
             self._add(parts, group, *read_by[group], outputs[group])
         for key, node in self.trace.results.items():
             layout = self.grouping.owner[node].layout
-            parts.results.append(
-                Result(self.step.task, key, self.value_name(node), self._reduction(node, layout))
-            )
+            dtype = given_dtype(node, self.measured)
+            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            reduction = self._reduction(node, layout)
+            parts.results.append(Result(self.step.task, key, self.value_name(node), reduction, name))
         return parts
 
     def value_name(self, node: fx.Node) -> str:
@@ -203,6 +204,12 @@ class Assembler:
                 words.append(f"{getattr(node.target, '__name__', node.target)} {arguments}")
         digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
         return f"{'+'.join(kinds) or group.role}:{digest}"
+
+
+def given_dtype(result: fx.Node, measured: Mapping[fx.Node, Measured]) -> torch.dtype | None:
+    """Of what ``patches.as_scalar`` was given; None for a number."""
+    given = result.args[0]
+    return measured[given].dtype if isinstance(given, fx.Node) else None
 
 
 def _configuration(module: nn.Module) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
@@ -56,13 +57,14 @@ class CoarseRun:
     """What a step that ran as one operator did beside its loss.
 
     ``logs``: key, value and options; ``returned``: what hooks see; ``effects``: on the model; ``calls``: of
-    loggers, which have not been made.
+    loggers, which have not been made. ``dtype``: the loss's, None where it is no tensor.
     """
 
     logs: list[tuple[str, Any, dict[str, Any]]]
     returned: Any
     effects: Effects
     calls: list[LoggerCall]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class _CoarseBuilder:
             if self.step.name == "training_step" and output is not None:
                 loss = loss_of(self.step, output)
             returned = beside_loss(self.step.name, output) if self.step.listened else None
-            return loss, CoarseRun(logs, returned, effects, calls)
+            return loss, CoarseRun(logs, returned, effects, calls, getattr(loss, "dtype", None))
 
         return run
 

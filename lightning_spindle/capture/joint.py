@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from lightning_spindle.capture.apart import Apart, take_apart, traced, verify, warn_of_opaque
 from lightning_spindle.capture.arrangement import Arrangement, Form
-from lightning_spindle.capture.assemble import Builder, Parts
+from lightning_spindle.capture.assemble import Builder, Parts, given_dtype
 from lightning_spindle.capture.attributes import Attributes
 from lightning_spindle.capture.coarse import coarse_parts
 from lightning_spindle.capture.cut import Cut
@@ -159,8 +158,7 @@ class Joint:
         parts = coarse_parts(step, leaves, spec, reason)
         self.parts[step.task] = parts
         self.coarse[parts.operators[0].name] = reason
-        dtype = own_dtype(self.model)
-        sources = tuple(PartRef(step.task, r.key, (), dtype, True) for r in parts.results)
+        sources = tuple(PartRef(step.task, r.key, (), True) for r in parts.results)
         outputs = tuple(r.key for r in parts.results)
         self.totals[active] = Total(sources, outputs, (), (), None, lambda: _as_given)
         self.refused |= dict.fromkeys(others, f"the step runs as one operator, because {reason}")
@@ -203,17 +201,15 @@ class Joint:
         if node in cut.rows and node not in keys:
             return cut.rows[node]
         task, key = keys[node]
-        result = apart[task].results[key]
-        is_number = node.meta.get("dtype") is None
-        value = next(r.value for r in apart[task].parts.results if r.key == key)
-        differentiable = next(v.differentiable for v in apart[task].parts.values if v.name == value)
+        example = apart[task].results[key]
+        result = next(r for r in apart[task].parts.results if r.key == key)
+        differentiable = next(v.differentiable for v in apart[task].parts.values if v.name == result.value)
         return PartRef(
             task,
             key,
-            tuple(result.shape),
-            None if is_number else result.dtype,
-            differentiable and result.is_floating_point(),
-            node.meta.get("number") or float,
+            tuple(example.shape),
+            differentiable and example.is_floating_point(),
+            (node.meta.get("number") or float) if result.dtype is None else None,
         )
 
     def _parameters(self, cut: Cut) -> tuple[str, ...]:
@@ -231,7 +227,13 @@ class Joint:
         return tuple(used)
 
     def _logs(self, cut: Cut) -> list[LogCall]:
-        return [replace(call, task="") for call in cut.logs]
+        results = cut.trace.results
+        numbers = {
+            key
+            for key in results
+            if key.startswith("log:") and given_dtype(results[key], cut.measured) is None
+        }
+        return [replace(call, task="", number=f"log:{call.key}" in numbers) for call in cut.logs]
 
 
 def _title(tasks: Sequence[str]) -> str:
@@ -347,8 +349,3 @@ def _require_untouched(cut: Cut) -> None:
                 continue
             if any(order[user] > order[node] and user not in joint for user in given.users):
                 raise TraceError(f"{node.name} changes {given.name} in place, which a task goes on using")
-
-
-def own_dtype(model: nn.Module) -> torch.dtype:
-    """What the step's scalars have in one process."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())

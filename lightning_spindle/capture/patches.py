@@ -40,10 +40,8 @@ _TRAPPED = (
 
 
 def as_scalar(value: Any) -> torch.Tensor:
-    """A result of a step as a tensor."""
-    return (
-        value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.get_default_dtype())
-    )
+    """A result of a step as a tensor; a number with all of its digits."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
 def given(*values: Any) -> tuple[Any, ...]:

@@ -117,6 +117,8 @@ class LogCall:
     metric: str | None = None
     rows: RowsRef | None = None
     """What was given as ``batch_size``, where that was a number of rows."""
+    number: bool = False
+    """Of a total's: whether a number was logged, not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +133,14 @@ class RowsRef:
 class PartRef:
     """A task's scalar that a total reads: the graph's result ``key``, as a tensor of ``shape``.
 
-    ``dtype`` is None for a number, of the class ``number``. ``differentiable``: a gradient flows back to it.
+    A number of the class ``number`` where that is not None. ``differentiable``: a gradient flows back to it.
     """
 
     task: str
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
     differentiable: bool
-    number: type = float
+    number: type | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +154,10 @@ class Constant:
 class ResultRef:
     """A scalar that a step returns: a result of the graph, or an output of a total, by its key.
 
-    A number of the class ``number`` where that is not None, else a tensor of ``dtype``.
+    A number of the class ``number`` where that is not None, else a tensor.
     """
 
     key: str
-    dtype: torch.dtype | None = None
     number: type | None = None
 
 

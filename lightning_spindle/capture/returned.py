@@ -143,7 +143,7 @@ def settle(
             raw = output.node.args[at]
             assert isinstance(raw, fx.Node)
             results[f"out:{at}"] = node
-            refs[at] = ResultRef(f"out:{at}", measured[raw].dtype, raw.meta.get("number"))
+            refs[at] = ResultRef(f"out:{at}", raw.meta.get("number"))
     left = [at for at in range(len(output.node.args)) if at not in refs]
     output.node.args = tuple(output.node.args[at] for at in left)
     place = {at: i for i, at in enumerate(left)}

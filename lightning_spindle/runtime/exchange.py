@@ -39,10 +39,13 @@ class Exchange:
         self._transport, self._device = transport, device
         self._digest = digest
         self._results = capture.graph.results
+        self._coarse = {o.task: o.name for o in capture.graph.operators if o.name in capture.coarse}
         self._readers = {run.task: run.devices[0] for run in reversed(program.runs)}
 
     def run(self, iteration: Iteration) -> None:
         """Fills in the iteration's results, the same on every rank; absent where their task was idle.
+
+        Tensors have the type that the step gave them; what was a number in the step is one.
 
         Raises:
             ValueError: ranks do not train the same parameters.
@@ -54,7 +57,16 @@ class Exchange:
             raise ValueError(_UNLIKE)
         self._take_rows(iteration, figures[2 * len(self._results) :])
         self._tell(iteration)
-        iteration.results = {r: table[2 * i] for i, r in enumerate(self._results) if figures[2 * i + 1]}
+        for at, result in enumerate(self._results):
+            if figures[2 * at + 1]:
+                dtype = self._dtype(result, iteration)
+                value = figures[2 * at] if dtype is None else _of_type(table[2 * at], dtype)
+                iteration.results[result] = value
+
+    def _dtype(self, result: Result, iteration: Iteration) -> torch.dtype | None:
+        if result.task in self._coarse:
+            return iteration.told[self._coarse[result.task]].dtype
+        return None if result.dtype is None else getattr(torch, result.dtype)
 
     def _table(self, iteration: Iteration) -> torch.Tensor:
         """Two entries a result (its value here, whether it has one), the rows of each task, the digest."""
@@ -72,7 +84,7 @@ class Exchange:
             for at, result in enumerate(results):
                 if (value := state.results.get(result.value)) is not None:
                     share = weight(result, run, state.rows, iteration)
-                    table[2 * at] += torch.as_tensor(value).detach().double() * share
+                    table[2 * at] += torch.as_tensor(value, dtype=torch.float64).detach() * share
                     table[2 * at + 1] += 1
         return table
 
@@ -98,3 +110,8 @@ class Exchange:
                 if name in self._capture.coarse and iteration.batches.get(run.task) is not None:
                     did, source = iteration.coarse.pop(name, None), run.devices[0]
                     iteration.told[name] = tell(did, run.task, self._transport, self._device, source)
+
+
+def _of_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sum of shards' parts, which may be a digit too small to be the integer that it is."""
+    return (value if dtype.is_floating_point else value.round()).to(dtype)

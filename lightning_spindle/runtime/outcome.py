@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_spindle.capture.pieces import BatchIndex, Capture, PartRef, RowsRef, Total
 from lightning_spindle.runtime.arranging import guessed_rows
 from lightning_spindle.runtime.iteration import Iteration
-from lightning_spindle.runtime.outputs import output_of, outputs_of_tasks, require_exact
+from lightning_spindle.runtime.outputs import as_number, output_of, outputs_of_tasks, require_exact
 from lightning_spindle.runtime.randomness import operator_randomness
-from lightning_spindle.runtime.replay import log_once, replay_logs, task_losses
+from lightning_spindle.runtime.replay import log_once, replay_logs
 from lightning_spindle.runtime.session import Step, TotalRun
 from lightning_spindle.runtime.telling import logged, take_over
 
@@ -27,11 +29,11 @@ class Outcome:
     """A step's outcome.
 
     ``output`` is what the step returns to Lightning. ``leaves`` are the scalars of the tasks that
-    the loss was computed from, by value, and ``scales`` what each one's gradient is times.
+    the loss was computed from, by value.
     """
 
     output: Any
-    leaves: dict[str, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def seeds(self) -> dict[str, torch.Tensor]:
@@ -42,9 +44,7 @@ class Outcome:
         """
         for handle in self.handles:
             handle.remove()
-        seeds = {
-            value: leaf.grad * scale for value, (leaf, scale) in self.leaves.items() if leaf.grad is not None
-        }
+        seeds = {value: leaf.grad for value, leaf in self.leaves.items() if leaf.grad is not None}
         if self.leaves and not seeds:
             raise RuntimeError(_SEED_LOST)
         return seeds
@@ -80,16 +80,16 @@ def outcome_of_tasks(
     outputs = outputs_of_tasks(captured, iteration, device) if captured.listened else {}
     if not torch.is_grad_enabled():
         return Outcome(outputs)
-    losses = task_losses(model, iteration)
+    losses = {r.task: torch.as_tensor(v) for r, v in iteration.results.items() if r.is_loss}
     if not losses:
         return Outcome(None)
-    weights: Mapping[str, float] = model.weights
-    total = torch.stack([weights[task] * loss for task, loss in losses.items()]).sum()
-    root = total.detach().requires_grad_()
-    values = {r.value: (root, weights[r.task]) for r in iteration.results if r.is_loss}
+    leaves = {task: loss.detach().requires_grad_(loss.is_floating_point()) for task, loss in losses.items()}
+    # As the module's own step adds them: the types of the total and of gradients are those of one process.
+    total = reduce(operator.add, [model.weights[task] * leaf for task, leaf in leaves.items()])
     own = {task: {**(outputs.get(task) or {}), "loss": loss} for task, loss in losses.items()}
     idle: dict[str, Any] = {task: {} for task in outputs if task not in losses}
-    return Outcome({"loss": root, "tasks": {task: (own | idle)[task] for task in [*outputs, *own]}}, values)
+    output = {"loss": total, "tasks": {task: (own | idle)[task] for task in [*outputs, *own]}}
+    return Outcome(output, {r.value: leaves[r.task] for r in iteration.results if r.is_loss})
 
 
 def outcome_of_module(
@@ -144,14 +144,14 @@ def _detached(value: Any) -> Any:
 
 def _part(source: PartRef, name: str, value: Any, device: torch.device, outcome: Outcome) -> Any:
     """A task's scalar on the whole batch, as the step's own code would see it."""
-    require_exact(source.task, torch.as_tensor(value), source.dtype, source.number)
-    if source.dtype is None:
-        return source.number(torch.as_tensor(value).item())
-    tensor = torch.as_tensor(value, device=device).to(source.dtype).reshape(source.shape)
+    require_exact(source.task, value, source.number)
+    if source.number is not None:
+        return as_number(source.number, value)
+    tensor = torch.as_tensor(value, device=device).reshape(source.shape)
     if not (source.differentiable and torch.is_grad_enabled()):
         return tensor
     leaf = tensor.detach().requires_grad_()
-    outcome.leaves[name] = (leaf, 1.0)
+    outcome.leaves[name] = leaf
     return leaf.clone()  # the step may change it in place
 
 
@@ -163,6 +163,8 @@ def _replay(
         value: Any = values.get(f"log:{call.key}")
         if call.metric is not None:
             value = model.get_submodule(call.metric)
+        elif call.number:
+            value = value.item()
         rows = None if call.rows is None else iteration.batches[call.rows.task].rows * call.rows.per_row
         log_once(model, call.key, value, dict(call.kwargs), guess if rows is None else rows)
     _replay_whole(model, captured, iteration)

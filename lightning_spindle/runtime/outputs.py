@@ -75,9 +75,14 @@ def _may_look(callback: Any, hook: str) -> bool:
     return not str(getattr(unwrap(method), "__module__", None)).startswith(_IGNORING)
 
 
-def require_exact(task: str, value: torch.Tensor, dtype: torch.dtype | None, number: type | None) -> None:
+def as_number(number: type, value: float) -> Any:
+    """What a step gave as a number, from the sum of its shards' parts."""
+    return round(value) if number is int else number(value)
+
+
+def require_exact(task: str, value: float | torch.Tensor, number: type | None) -> None:
     """Raises ValueError for an integer that is larger than the exchange keeps exactly."""
-    whole = number is int if dtype is None else not dtype.is_floating_point
+    whole = number is int or (isinstance(value, torch.Tensor) and not value.is_floating_point())
     if whole and abs(float(value)) >= _EXACT:
         raise ValueError(
             f"task {task!r}: a step gives the integer {float(value):.0f}, of which other ranks would not get "
@@ -117,8 +122,6 @@ def output_of(returned: Returned, iteration: Iteration, scalar: Callable[[Result
 
 def _scalar(task: str, results: dict[tuple[str, str], Any], device: torch.device, ref: ResultRef) -> Any:
     """A result as the step returned it."""
-    value = torch.as_tensor(results[task, ref.key])
-    require_exact(task, value, ref.dtype, ref.number)
-    if ref.number is not None:
-        return ref.number(value.item())
-    return value.to(device, ref.dtype)
+    value = results[task, ref.key]
+    require_exact(task, value, ref.number)
+    return value.to(device) if ref.number is None else as_number(ref.number, value)

@@ -1,11 +1,10 @@
-"""A step's results and logged values, given to Lightning on every rank as one process would."""
+"""A step's logged values, given to Lightning on every rank as one process would."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
@@ -17,12 +16,6 @@ LOCAL_OPTIONS = ("sync_dist", "sync_dist_group", "metric_attribute")
 """Options of ``self.log`` that say nothing here: values are global already, metrics are found by name."""
 
 
-def task_losses(model: LightningModule, iteration: Iteration) -> dict[str, torch.Tensor]:
-    """Task to its loss on the whole batch, in the order of the tasks; idle tasks are absent."""
-    dtype = _dtype(model)
-    return {r.task: torch.as_tensor(v).to(dtype) for r, v in iteration.results.items() if r.is_loss}
-
-
 def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration) -> None:
     """Repeats the step's ``self.log`` calls, with values that are already global.
 
@@ -30,12 +23,11 @@ def replay_logs(model: LightningModule, captured: Capture, iteration: Iteration)
     rows; nothing is left to reduce.
     """
     values = {(r.task, r.key): v for r, v in iteration.results.items()}
-    dtype = _dtype(model)
     for call in captured.logs:
         if call.metric is not None:
             value: Any = model.get_submodule(call.metric)
         elif (call.task, f"log:{call.key}") in values:
-            value = torch.as_tensor(values[(call.task, f"log:{call.key}")]).to(dtype)
+            value = values[(call.task, f"log:{call.key}")]
         else:
             continue
         per_row = 1 if call.rows is None else call.rows.per_row
@@ -65,11 +57,6 @@ def log_once(model: LightningModule, key: str, value: Any, options: dict[str, An
     kept = {k: v for k, v in options.items() if k not in LOCAL_OPTIONS}
     given = kept.pop("batch_size", None)
     model.log(key, value, **kept, batch_size=rows if given is None else given)
-
-
-def _dtype(model: LightningModule) -> torch.dtype:
-    """What the step's scalars have in one process; results travel in float64."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def _never() -> bool:

@@ -36,6 +36,7 @@ class Told:
 
     ``logs``: key, value and options; ``returned``: what hooks see; ``calls``: of loggers. ``changes`` of
     attributes, packed: empty where the step ran. ``fresh``: attributes that were None, with values' digests.
+    ``dtype``: the loss's, None where it is no tensor.
     """
 
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Told:
     calls: list[LoggerCall] = field(default_factory=list)
     changes: bytes = b""
     fresh: dict[str, str] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
 
 def tell(did: CoarseRun | None, task: str, transport: Transport, device: torch.device, source: int) -> Told:
@@ -59,7 +61,8 @@ def tell(did: CoarseRun | None, task: str, transport: Transport, device: torch.d
         message, fresh = _message(did, task, source)
         broadcast_object(message, transport, device, source)
     logs = [(key, each_tensor(torch.Tensor.detach, value), options) for key, value, options in did.logs]
-    return Told(logs, each_tensor(torch.Tensor.detach, did.returned), did.calls, fresh=fresh)
+    returned = each_tensor(torch.Tensor.detach, did.returned)
+    return Told(logs, returned, did.calls, fresh=fresh, dtype=did.dtype)
 
 
 def take_over(model: LightningModule, told: Mapping[str, Told], device: torch.device) -> None:
@@ -91,7 +94,7 @@ def _message(did: CoarseRun, task: str, source: int) -> tuple[bytes, dict[str, s
     try:
         changes = packed(effects.changes, places) if effects.changes else b""
         fresh = {c.name: _digest(packed(c.value, places)) for c in effects.changes if c.fresh}
-        return packed(Told(did.logs, did.returned, calls, changes, fresh), {}), fresh
+        return packed(Told(did.logs, did.returned, calls, changes, fresh, did.dtype), {}), fresh
     except Exception as e:  # an object's own pickling may raise anything
         what = _culprit(effects.changes, calls, places)
         raise ValueError(_UNSENDABLE.format(task=task, what=what, error=e)) from e

@@ -106,3 +106,14 @@ def takes_every_size_for_rows(original: Function) -> Function:
         return original(node, leaves) or RowsRef("a", 1)
 
     return faulty
+
+
+def makes_tensors_of_the_default_type(original: Function) -> Function:
+    """A number that a step gives has as many digits as the model's parameters."""
+
+    def faulty(value: Any) -> Any:
+        import torch
+
+        return torch.as_tensor(value)
+
+    return faulty

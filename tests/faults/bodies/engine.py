@@ -209,3 +209,12 @@ def tries_one_connection(original: Function) -> Function:
             work.wait(timedelta(milliseconds=1))
 
     return faulty
+
+
+def rounds_to_half(original: Function) -> Function:
+    """Losses and logged values have the digits of bfloat16."""
+
+    def faulty(value: Any, dtype: Any) -> Any:
+        return original(value.bfloat16(), dtype)
+
+    return faulty

@@ -1,5 +1,7 @@
 """Faults in capture."""
 
+from dataclasses import replace
+
 from tests.faults import bodies
 from tests.faults.bodies import capture as broken
 from tests.faults.fault import Fault
@@ -7,6 +9,7 @@ from tests.faults.files import (
     ALIKE,
     BATCHES,
     BUFFERS,
+    DTYPES,
     FREEZING,
     GATHERED,
     LIBRARIES,
@@ -72,6 +75,18 @@ FAULTS = (
         "lightning_spindle.capture.patches:assigned",
         bodies.passes_through(0),
         (f"{LIBRARIES}::test_assigned_entries",),
+    ),
+    Fault(
+        "numbers-in-the-type-of-the-model",
+        "lightning_spindle.capture.patches:as_scalar",
+        broken.makes_tensors_of_the_default_type,
+        (f"{DTYPES}::test_losses_in_single_precision_of_a_model_in_half[1-False]",),
+    ),
+    Fault(
+        "numbers-of-totals-taken-for-tensors",
+        "lightning_spindle.capture.joint:Joint._logs",
+        bodies.changes_result(lambda calls: [replace(call, number=False) for call in calls]),
+        (f"{DTYPES}::test_a_module_of_its_own[False]",),
     ),
     Fault(
         "other-sizes-taken-for-rows",

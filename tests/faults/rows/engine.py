@@ -1,6 +1,7 @@
 """Faults in what a rank does in an iteration: rows, messages, gradients, randomness."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from tests.faults import bodies
 from tests.faults.bodies import engine as broken
@@ -8,6 +9,7 @@ from tests.faults.fault import Fault
 from tests.faults.files import (
     COLLATING,
     DROPOUT,
+    DTYPES,
     GATHERED,
     IDLE,
     KINDS,
@@ -147,6 +149,45 @@ FAULTS = (
         (
             f"{LOGS}::test_c04_batches_weigh_what_the_task_says[index-2]",
             f"{LOGS}::test_c04_batches_of_a_module_of_its_own_weigh_what_it_says[index]",
+        ),
+    ),
+    Fault(
+        "results-rounded-to-half-precision",
+        "lightning_spindle.runtime.exchange:_of_type",
+        broken.rounds_to_half,
+        (
+            f"{DTYPES}::test_losses_in_single_precision_of_a_model_in_half",
+            f"{DTYPES}::test_a_frozen_backbone_in_half_precision",
+            f"{DTYPES}::test_the_total_of_losses_of_several_types",
+            f"{DTYPES}::test_other_precisions",
+            f"{DTYPES}::test_a_module_of_its_own",
+        ),
+    ),
+    Fault(
+        "seeds-rounded-to-half-precision",
+        "lightning_spindle.runtime.outcome:Outcome.seeds",
+        bodies.changes_result(lambda seeds: {value: seed.bfloat16() for value, seed in seeds.items()}),
+        (f"{DTYPES}::test_a_frozen_backbone_in_half_precision",),
+    ),
+    Fault(
+        "integers-of-shards-cut",
+        "lightning_spindle.runtime.exchange:_of_type",
+        lambda original: lambda value, dtype: value.to(dtype),
+        (f"{DTYPES}::test_a_value_of_shards",),
+    ),
+    Fault(
+        "numbers-of-shards-cut",
+        "lightning_spindle.runtime.outputs:as_number",
+        lambda original: lambda number, value: number(value),
+        (f"{DTYPES}::test_a_number_of_shards",),
+    ),
+    Fault(
+        "types-of-losses-not-told",
+        "lightning_spindle.runtime.telling:tell",
+        bodies.changes_result(lambda told: replace(told, dtype=None)),
+        (
+            f"{DTYPES}::test_losses_in_single_precision_of_a_model_in_half[2-True]",
+            f"{DTYPES}::test_a_module_of_its_own[True]",
         ),
     ),
     Fault(
