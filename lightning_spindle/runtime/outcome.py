@@ -84,12 +84,16 @@ def outcome_of_tasks(
     if not losses:
         return Outcome(None)
     leaves = {task: loss.detach().requires_grad_(loss.is_floating_point()) for task, loss in losses.items()}
-    # As the module's own step adds them: the types of the total and of gradients are those of one process.
-    total = reduce(operator.add, [model.weights[task] * leaf for task, leaf in leaves.items()])
+    total = _weighted_sum(model.weights, leaves)
     own = {task: {**(outputs.get(task) or {}), "loss": loss} for task, loss in losses.items()}
     idle: dict[str, Any] = {task: {} for task in outputs if task not in losses}
     output = {"loss": total, "tasks": {task: (own | idle)[task] for task in [*outputs, *own]}}
     return Outcome(output, {r.value: leaves[r.task] for r in iteration.results if r.is_loss})
+
+
+def _weighted_sum(weights: Mapping[str, float], losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """As the module's own step adds them: the types of the sum and of gradients are those of one process."""
+    return reduce(operator.add, [weights[task] * loss for task, loss in losses.items()])
 
 
 def outcome_of_module(

@@ -218,3 +218,12 @@ def rounds_to_half(original: Function) -> Function:
         return original(value.bfloat16(), dtype)
 
     return faulty
+
+
+def adds_in_single_precision(original: Function) -> Function:
+    """The tasks' losses have one type when they are added."""
+
+    def faulty(weights: Any, losses: Any) -> Any:
+        return original(weights, {task: loss.float() for task, loss in losses.items()})
+
+    return faulty

@@ -170,6 +170,15 @@ FAULTS = (
         (f"{DTYPES}::test_a_frozen_backbone_in_half_precision",),
     ),
     Fault(
+        "losses-added-in-single-precision",
+        "lightning_spindle.runtime.outcome:_weighted_sum",
+        broken.adds_in_single_precision,
+        (
+            f"{DTYPES}::test_the_total_of_losses_of_several_types[types0]",
+            f"{DTYPES}::test_the_total_of_losses_of_several_types[types2]",
+        ),
+    ),
+    Fault(
         "integers-of-shards-cut",
         "lightning_spindle.runtime.exchange:_of_type",
         lambda original: lambda value, dtype: value.to(dtype),
