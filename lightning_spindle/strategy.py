@@ -251,6 +251,8 @@ class SpindleStrategy(ProcessStrategy):
     def _skip(self) -> None:
         """Lightning calls no backward without a loss; earlier steps of the window may wait to be summed."""
         if self._sync and self.lightning_module.trainer.accumulate_grad_batches > 1:
+            if self._gradients is not None:
+                self._gradients.hide()
             self._running.engine.backward(self._iteration, {}, sync=True)
         self._show_gradients()
         self._outcome = self._iteration = None

@@ -40,11 +40,13 @@ class Gradients:
         self._parameters = dict(state.named_parameters())
         self._groups = ExitStack()
         self._shown = False
+        self._aside: dict[str, torch.Tensor] | None = None
         self._handles = [before_step(o.optimizer, self.own_groups) for o in optimizers]
 
     def show(self) -> None:
         """Gradients have been summed: shows those of all parameters (collective)."""
         self.own_groups()
+        self._take_back()
         self._mark()
         self._shown = True
         for optimizer in self._optimizers:
@@ -55,11 +57,26 @@ class Gradients:
         self._groups.close()
 
     def hide(self) -> None:
-        """Gradients are about to change: shows those that are here."""
+        """Gradients are about to change: shows those that are here.
+
+        Those that were summed before, and not set to None since, are set aside until the next are summed:
+        they are the same on all holders, and would be summed again.
+        """
         self.own_groups()
         self._shown = False
         for _, parameter in self._elsewhere():
             parameter.grad = None
+        if self._aside is None:
+            here = {n: p for n, p in self._parameters.items() if self._state.holds(n)}
+            self._aside = {n: p.grad for n, p in here.items() if p.grad is not None}
+            for name in self._aside:
+                here[name].grad = None
+
+    def _take_back(self) -> None:
+        for name, before in (self._aside or {}).items():
+            since = self._parameters[name].grad
+            self._parameters[name].grad = before if since is None else since.add_(before)
+        self._aside = None
 
     def end(self) -> None:
         """Leaves optimizers as they were."""

@@ -303,3 +303,28 @@ def test_batches_without_a_step() -> None:
     plan = random_plan(metagraph_of(make(), toys.data()), 3, seed=2)
     ours = spindle_fit(make, toys.data, 3, strategy={"plan": plan}, max_epochs=2, max_steps=-1)
     assert_same_fit(ours, plain_fit(make, toys.data, max_epochs=2, max_steps=-1))
+
+
+class Keeps(MultiTaskModule):
+    """Keeps gradients for more steps, as some do to accumulate them on their own."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 4 == 0:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_that_are_kept(accumulated: int) -> None:
+    """What was summed before is not summed again."""
+    make, data = partial(toys.model, "adamw"), toys.data
+    options = {"max_steps": 5, "accumulate_grad_batches": accumulated}
+    plan = random_plan(metagraph_of(make(), data()), 3, seed=4)
+
+    def keeps() -> Any:
+        return Keeps(make().tasks)
+
+    ours = spindle_fit(keeps, data, 3, strategy={"plan": plan}, **options)
+    plain = plain_fit(keeps, data, **options)
+    if accumulated > 1:
+        without_gradients([*ours, plain])
+    assert_same_fit(ours, plain)

@@ -436,7 +436,16 @@ FAULTS = (
         "gradients-shown-for-too-long",
         "lightning_spindle.runtime.looking:Gradients.hide",
         bodies.does_nothing,
-        (f"{LOOKING}::test_inside_of_an_accumulation_window_each_rank_sees_its_own",),
+        (
+            f"{LOOKING}::test_inside_of_an_accumulation_window_each_rank_sees_its_own",
+            f"{LOOKING}::test_gradients_that_are_kept",
+        ),
+    ),
+    Fault(
+        "kept-gradients-lost",
+        "lightning_spindle.runtime.looking:Gradients._take_back",
+        bodies.does_nothing,
+        (f"{LOOKING}::test_gradients_that_are_kept",),
     ),
     Fault(
         "optimizers-keep-hooks",
