@@ -82,6 +82,8 @@ def test_checkpoint_is_one_process_s(kind: str) -> None:
         model[2].running_mean.fill_(index)
         state = {k: v.clone() for k, v in parts.state_dict().items()}
         again = [p.device.type for p in model.parameters()].count("meta")
+        if index > 0:  # meta tensors cannot be sent
+            state = {k: (v.device.type, v.shape, v.dtype) for k, v in state.items()}
         return state, steps.state_dict(transport, CPU), again
 
     whole, optimizer = build(kind)
@@ -99,4 +101,7 @@ def test_checkpoint_is_one_process_s(kind: str) -> None:
             theirs = steps["state"][index][key]
             assert value == theirs if value is None else torch.equal(theirs, value)
     assert meta == 2, "the model is localised again after saving"
-    assert all(not s and not o for s, o, _ in others)
+    for elsewhere, own, _ in others:
+        assert elsewhere == {k: ("meta", v.shape, v.dtype) for k, v in whole.state_dict().items()}
+        assert own["param_groups"] == expected["param_groups"]
+        assert own["state"].keys() <= expected["state"].keys()
